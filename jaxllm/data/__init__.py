@@ -1,0 +1,110 @@
+"""The way from files to rows of tokens: what a run trains on, in which order, and what it is measured on.
+
+`sources` finds documents, `render` turns them into tokens, targets and loss weights, `pipeline` packs them into rows lane by lane, `batch`
+puts rows on devices. This file holds only the two config sections, so that reading a config imports no tokenizer and no data library; the
+rest is reached on first use. Kinds other than text (chat, prompt, tokens) and formats other than plain text and JSON lines are not here yet.
+"""
+
+import importlib
+from typing import Literal, Self
+
+import pydantic
+
+from jaxllm.section import Section
+
+LAZY = {name: "jaxllm.data.batch" for name in ("Batch", "make_batches", "make_eval_batches")}
+
+
+def __getattr__(name):
+    if name in LAZY:
+        return getattr(importlib.import_module(LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class DataConfig(Section):
+    """What is trained on and how it becomes rows."""
+
+    kind: Literal["text"] = "text"
+    """"text": every document is trained on from its first token to its last."""
+
+    path: str | list[str] = pydantic.Field(default_factory=list)
+    """Files, folders or globs (`**` goes into subfolders); `{stdlib}` stands for the folder of Python's standard library. Relative paths start
+    at the working directory. Names ending in .jsonl, .ndjson or .json are read as one JSON object per line, all other files are one document
+    each, in UTF-8. A folder gives its .txt, .text, .md, .rst, .py and JSON lines files, subfolders included. Files are taken pattern by
+    pattern, sorted within each, and one that is reached twice is read once; hidden files and marker files (_SUCCESS) are passed over."""
+
+    exclude: list[str] = pydantic.Field(default_factory=list)
+    """Globs of files to leave out, matched with the path relative to the pattern's fixed folder; here `*` also crosses `/`."""
+
+    text_field: str = "text"
+    """The field of a JSON object that holds the document."""
+
+    on_bad: Literal["error", "skip", "replace"] = "error"
+    """What to do with a record that cannot be read (bytes that are no UTF-8, a malformed line, a missing or differently typed field, an
+    unreadable file). "error": stop before training, with file and line. "skip": leave it out and count it. "replace": as "error", but bytes
+    that are no UTF-8 become U+FFFD and are counted."""
+
+    tokenizer: str | None = None
+    """A folder with tokenizer.json, or such a file; "bpe:4096" trains a byte-level BPE of 4,096 entries on the training documents (on 32 million
+    characters of them at most) and keeps it in <output_dir>/tokenizer. Not set: the tokenizer in the folder of model.path."""
+
+    add_bos: bool | None = None
+    """Begin each document with the BOS token. Not set: exactly if the tokenizer itself does so."""
+
+    add_eos: bool = True
+    """End each document with the EOS token; it is trained on."""
+
+    seq_len: int = pydantic.Field(2048, ge=2)
+    """Tokens per row."""
+
+    global_batch_size: int = pydantic.Field(8, ge=1)
+    """Rows per optimizer step, over all devices and microbatches."""
+
+    packing: Literal["concatenate", "none"] = "concatenate"
+    """"concatenate": documents follow each other until the row is full and the last one goes on in the next row. "none": one document, or one
+    piece of a longer one, per row; the rest is padding. No token is dropped by either, and documents never see each other."""
+
+    shuffle: bool = True
+    """Draw a new order of the documents, by `seed`, in every epoch. False: the order of the files."""
+
+    repeat: bool = True
+    """Begin again when the documents are used up. False: one epoch, then the data ends."""
+
+    @pydantic.field_validator("tokenizer")
+    @classmethod
+    def _tokenizer_is_complete(cls, value: str | None) -> str | None:
+        if value is not None and value.startswith("bpe:"):
+            size = value.removeprefix("bpe:")
+            if not size.isdecimal() or int(size) < 260:
+                raise ValueError(f'"bpe:N" needs N >= 260 (256 bytes, three special tokens and a merge), got {value!r}')
+        return value
+
+
+class EvaluationConfig(Section):
+    """When and on what the model is measured while it trains."""
+
+    every: int = pydantic.Field(0, ge=0)
+    """Steps between evaluations; 0 = never."""
+
+    path: str | list[str] | None = None
+    """Files to evaluate on, written as in data.path; data.exclude, data.text_field and data.on_bad hold for them too."""
+
+    holdout: float = pydantic.Field(0.0, ge=0.0, lt=1.0)
+    """Share of the documents of data.path to evaluate on instead; they are never trained on, whether `every` is set or not. A document is
+    drawn by a hash of its file's relative path and its line, so adding files moves no other document from one side to the other."""
+
+    batch_size: int = pydantic.Field(8, ge=1)
+    """Rows per evaluation batch. With max_batches unset the result does not depend on it."""
+
+    max_batches: int | None = pydantic.Field(None, ge=1)
+    """Stop an evaluation after so many batches, always the same ones."""
+
+    @pydantic.model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.path and self.holdout:
+            raise ValueError("set either evaluation.path or evaluation.holdout, not both")
+        if self.every and not self.path and not self.holdout:
+            raise ValueError(
+                f"evaluation.every = {self.every} needs documents: set evaluation.path or evaluation.holdout"
+            )
+        return self

@@ -1,0 +1,234 @@
+"""Rows of numpy to a Batch on devices, and the two iterators that a run uses: training batches without end, evaluation batches that repeat.
+
+This is where rows meet the mesh: which rows of the global batch a process needs, how they fold into microbatches, and (for a sequence axis
+longer than one) in which order the places of a row are laid out. Above it everything is numpy, below it everything is jax.Array.
+"""
+
+import dataclasses
+import hashlib
+import itertools
+
+import jax
+import numpy as np
+
+from jaxllm.data.pipeline import Pipeline, empty_rows
+from jaxllm.data.render import TextRenderer, load_tokenizer
+from jaxllm.data.sources import open_documents
+from jaxllm.section import UserError
+from jaxllm.sharding import batch_sharding
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Packed rows, all [num_microbatches, B, T]; evaluation batches have one microbatch.
+
+    tokens, targets: i32; the target is the next token of the same document, also when that stands in a later row.
+    positions: i32, from 0 in every document, and again from 0 in every piece of a document that is split.
+    segment_ids: i32, documents of a row counted from 1; 0 = padding, and nothing else says padding.
+    k_start, k_end: i32; the query at this place sees the keys at [k_start, k_end) of its row, counted before any reordering for devices:
+        its own document up to itself. Both 0 for padding.
+    loss_weights: f32; 0 where there is no target (the last token of a document, padding), else 1.
+    """
+
+    tokens: jax.Array
+    targets: jax.Array
+    positions: jax.Array
+    segment_ids: jax.Array
+    k_start: jax.Array
+    k_end: jax.Array
+    loss_weights: jax.Array
+
+
+def local_lanes(mesh, global_batch_size, num_microbatches):
+    """Numbers of the global batch's rows that this process's devices hold, i64[n], ascending.
+
+    Row r belongs to microbatch r // (global_batch_size / num_microbatches), so a process holds the same block of every microbatch. Raises
+    UserError when the rows do not divide.
+    """
+    rows = _rows_per_microbatch(mesh, global_batch_size, num_microbatches)
+    block = _local_rows(mesh, rows)
+    return (np.arange(num_microbatches)[:, None] * rows + block).reshape(-1)
+
+
+def _rows_per_microbatch(mesh, global_batch_size, num_microbatches):
+    rows, rest = divmod(global_batch_size, num_microbatches)
+    shards = _num_shards(mesh, 1)
+    if rest or rows % shards:
+        raise UserError(
+            f"data.global_batch_size: {global_batch_size} rows do not divide into optimizer.num_microbatches = {num_microbatches} times "
+            f"{shards} shares of the mesh's batch axes; choose a multiple of {num_microbatches * shards}"
+        )
+    return rows
+
+
+def _check_places(mesh, seq_len):
+    if seq_len % (shards := _num_shards(mesh, 2)):
+        raise UserError(f"data.seq_len: {seq_len} does not divide over mesh.sequence = {shards}; choose a multiple")
+
+
+def _num_shards(mesh, dim):
+    """Into how many parts the mesh cuts dimension `dim` of [num_microbatches, B, T]."""
+    axes = batch_sharding(mesh).spec[dim] or ()
+    return int(np.prod([mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes)]))
+
+
+def _local_rows(mesh, rows):
+    """Which of a microbatch's rows live on devices of this process, ascending."""
+    places = batch_sharding(mesh).addressable_devices_indices_map((1, rows, _num_shards(mesh, 2)))
+    return np.unique(np.concatenate([np.arange(rows)[place[1]] for place in places.values()]))
+
+
+def to_device(rows, num_microbatches, mesh, global_batch_size=None):
+    """A Batch from rows of numpy [B_local, T]: the rows `local_lanes` names, in that order, by default the whole batch.
+
+    Not collective: each process puts the parts that its own devices need. Raises UserError when rows or places do not divide over the mesh.
+    """
+    num_local, seq_len = rows["tokens"].shape
+    per_microbatch = _rows_per_microbatch(mesh, global_batch_size or num_local, num_microbatches)
+    local = _local_rows(mesh, per_microbatch)
+    _check_places(mesh, seq_len)
+    if num_local != num_microbatches * len(local):
+        raise ValueError(f"got {num_local} rows, this process holds {num_microbatches} x {len(local)}")
+    # The order of places over the sequence axis belongs here: one permutation of the last dimension, the same for every array.
+    folded = {name: values.reshape(num_microbatches, len(local), seq_len) for name, values in rows.items()}
+    sharding, shape = batch_sharding(mesh), (num_microbatches, per_microbatch, seq_len)
+
+    def put(values):
+        def part(index):
+            begin, end, _ = index[1].indices(per_microbatch)
+            first = int(np.searchsorted(local, begin))
+            return values[index[0], first : first + end - begin, index[2]]
+
+        return jax.make_array_from_callback(shape, sharding, part)
+
+    return Batch(**{name: put(values) for name, values in folded.items()})
+
+
+def _mesh(mesh):
+    mesh = jax.sharding.get_mesh() if mesh is None else mesh
+    if mesh.empty:
+        raise ValueError("batches need a mesh: call inside `with jax.set_mesh(make_mesh(cfg.mesh)):`, or pass mesh")
+    return mesh
+
+
+class Batches:
+    """Iterator of training Batches. tokenizer, documents: what they are made with; summary, fingerprint: str.
+
+    cursors: i64[global_batch_size, 2], where all lanes stand after the last batch handed out (prefetched ones do not count). With several
+    processes reading it is collective: all must. It is the whole position of the data, and means the same as long as fingerprint, seed and the
+    section `data` are the same.
+    """
+
+    def __init__(self, cfg, mesh=None, cursors=None):
+        self._mesh, self._size = _mesh(mesh), cfg.data.global_batch_size
+        self._num_microbatches = cfg.optimizer.num_microbatches
+        lanes = local_lanes(self._mesh, self._size, self._num_microbatches)
+        _check_places(self._mesh, cfg.data.seq_len)
+        if cursors is not None and np.shape(cursors) != (self._size, 2):
+            raise UserError(
+                f"data.global_batch_size: the position to go on from has {len(cursors)} rows, the config {self._size}; the order of the data "
+                "depends on this number, so go on with the same one"
+            )
+        self.documents, _ = open_documents(cfg.data, cfg.evaluation)
+        self.tokenizer = load_tokenizer(cfg, self.documents)
+        render = TextRenderer(self.tokenizer, cfg.data)
+        self.summary = self.documents.summary()
+        self.fingerprint = hashlib.blake2b(
+            (self.documents.fingerprint + render.fingerprint).encode(), digest_size=16
+        ).hexdigest()
+        self._cursors = np.zeros((len(lanes), 2), np.int64) if cursors is None else np.asarray(cursors, np.int64)[lanes]
+        self._pipeline = Pipeline(self.documents, render, cfg.data, seed=cfg.seed, lanes=lanes, cursors=self._cursors)
+        self._agree = not cfg.data.repeat and jax.process_count() > 1
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        item = next(self._pipeline, None)
+        if self._agree:  # lanes end at different steps; a process that is done goes on with padding until all are
+            more = _gather(np.array([item is not None], np.int32)).any()
+        else:
+            more = item is not None
+        if not more:
+            raise StopIteration
+        rows, self._cursors = item or (
+            empty_rows(len(self._pipeline.lanes), self._pipeline.config.seq_len),
+            self._cursors,
+        )
+        return to_device(rows, self._num_microbatches, self._mesh, self._size)
+
+    @property
+    def cursors(self):
+        if jax.process_count() == 1:
+            return self._cursors.copy()
+        lanes = _gather(self._pipeline.lanes.astype(np.int64).view(np.int32))
+        values = _gather(np.ascontiguousarray(self._cursors).view(np.int32).reshape(-1))
+        out = np.empty((self._size, 2), np.int64)
+        out[lanes.view(np.int64)] = values.view(np.int64).reshape(-1, 2)
+        return out
+
+    def close(self):
+        """Ends the background thread."""
+        self._pipeline.close()
+
+
+def _gather(values):
+    """Concatenates i32[n] of all processes (jax would cut 64-bit numbers)."""
+    from jax.experimental import multihost_utils
+
+    return np.ascontiguousarray(np.asarray(multihost_utils.process_allgather(values)).reshape(-1))
+
+
+def make_batches(cfg, mesh=None, cursors=None):
+    """Training batches of a config, from the beginning or from `cursors` of an earlier iterator; see Batches.
+
+    mesh: by default that of `jax.set_mesh`. Files are read and checked, and the tokenizer is found or trained, before this returns; everything
+    that is wrong with them is a UserError here.
+    """
+    return Batches(cfg, mesh, cursors)
+
+
+class EvaluationBatches:
+    """Iterable of Batches with one microbatch: all evaluation documents, every token once; iterating again gives the same again.
+
+    Documents are packed into rows in the order of the files, and rows into batches in the order of rows; the last batch is filled up with
+    rows of padding. So all batches have one shape, and sums over tokens do not depend on the batch size. Every process packs all rows and
+    takes its own.
+    """
+
+    def __init__(self, cfg, mesh=None):
+        self._mesh, self._size, self._max_batches = _mesh(mesh), cfg.evaluation.batch_size, cfg.evaluation.max_batches
+        _check_places(self._mesh, cfg.data.seq_len)
+        if self._size % (shards := _num_shards(self._mesh, 1)):
+            raise UserError(
+                f"evaluation.batch_size: {self._size} rows do not divide over {shards} shares of the mesh's batch axes"
+            )
+        training, self.documents = open_documents(cfg.data, cfg.evaluation)
+        if self.documents is None:
+            raise UserError("evaluation: there is nothing to evaluate on; set evaluation.holdout or evaluation.path")
+        self._render = TextRenderer(load_tokenizer(cfg, training), cfg.data)
+        self._config = cfg.data.model_copy(update={"global_batch_size": 1, "shuffle": False, "repeat": False})
+        self.summary = self.documents.summary()
+
+    def __iter__(self):
+        lanes = local_lanes(self._mesh, self._size, 1)
+        rows = Pipeline(self.documents, self._render, self._config, prefetch=2 * self._size)
+        num_batches = 0
+        try:
+            while num_batches != self._max_batches:
+                found = [row for row, _ in itertools.islice(rows, self._size)]
+                if not found:
+                    return
+                padding = empty_rows(self._size - len(found), self._config.seq_len)
+                parts = [*found, padding]
+                whole = {name: np.concatenate([part[name] for part in parts])[lanes] for name in padding}
+                yield to_device(whole, 1, self._mesh, self._size)
+                num_batches += 1
+        finally:
+            rows.close()
+
+
+def make_eval_batches(cfg, mesh=None):
+    """The evaluation batches of a config, an iterable to go through again and again; see EvaluationBatches. mesh as in make_batches."""
+    return EvaluationBatches(cfg, mesh)

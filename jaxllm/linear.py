@@ -1,0 +1,131 @@
+"""`Linear`, the only multiplication by a weight (with `loss`, which multiplies by lm_head in chunks, and the embedding gather).
+
+One custom_vjp fixes what XLA would otherwise decide for each model anew: the weight is cast and pinned at rest before it is gathered, so
+that the wire carries the compute dtype; its gradient leaves the matmul in the dtype of the reduction and is pinned at rest at once, so
+that it becomes a reduce-scatter. Idiom and alternatives measured on the H100 compile: docs/decisions.md.
+
+Not here: FP8, NF4 and LoRA, which belong inside `Linear` and nowhere else.
+"""
+
+import functools
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxllm.section import Section
+from jaxllm.sharding import AT_REST, IN_USE, axis_size, constrain
+
+
+class PrecisionConfig(Section):
+    param: Literal["float32"] = "float32"
+    """Dtype in which trained parameters are kept (masters)."""
+    compute: Literal["bfloat16", "float32"] = "bfloat16"
+    """Dtype of activations and of the weights that matmuls read. On a CPU float32 is the faster one."""
+    gradient_reduce: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which weight gradients are summed over devices. bfloat16 halves that traffic and rounds every partial sum."""
+
+
+def gather(weight, names, dtype):
+    """The weight as a matmul reads it: cast on its shard, then gathered. Pinning the cast value at rest is what keeps XLA from gathering
+    first and casting after."""
+    return constrain(constrain(weight.astype(dtype), *names, table=AT_REST), *names, table=IN_USE)
+
+
+def _flat(x, num_dims):
+    """[*leading, *last num_dims] -> [leading, last], where the leading dims can be merged without moving data. XLA:CPU needs the 2-D form:
+    it transposes both operands of a weight gradient that contracts two dims. Batch rows and tokens split over devices cannot be merged."""
+    last = math.prod(x.shape[x.ndim - num_dims :])
+    if axis_size("sequence") > 1:
+        return x.reshape(*x.shape[: x.ndim - num_dims], last)
+    return x.reshape(-1, last)
+
+
+def _dot(a, b, contract, dtype):
+    return jax.lax.dot_general(a, b, (contract, ((), ())), preferred_element_type=dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
+def matmul(x, kernel, names, num_inputs, compute, reduce):
+    """x [*leading, *inputs] times kernel [*inputs, *outputs] -> [*leading, *outputs] in the compute dtype, accumulated in float32.
+
+    names: logical names of the kernel's dims; num_inputs: how many of them are contracted; compute, reduce: dtype names."""
+    return _matmul_forward(x, kernel, names, num_inputs, compute, reduce)[0]
+
+
+def _matmul_forward(x, kernel, names, num_inputs, compute, reduce):
+    outputs = kernel.shape[num_inputs:]
+    used = gather(kernel, names, compute).reshape(-1, math.prod(outputs))
+    flat = _flat(x.astype(compute), num_inputs)
+    y = _dot(flat, used, ((flat.ndim - 1,), (0,)), compute)
+    # The gathered weight is the residual: under rematerialisation it costs nothing, and with the sharded one XLA gathers twice.
+    return y.reshape(*x.shape[: x.ndim - num_inputs], *outputs), (
+        x,
+        checkpoint_name(used, "gathered"),
+        jnp.zeros((0,), kernel.dtype),
+    )
+
+
+def _matmul_backward(names, num_inputs, compute, reduce, residuals, dy):
+    x, used, like = residuals
+    inputs, outputs = x.shape[x.ndim - num_inputs :], dy.shape[x.ndim - num_inputs :]
+    # The barrier keeps XLA from recomputing the chain that made x or dy inside the operand of each product.
+    flat, dy = jax.lax.optimization_barrier((_flat(x.astype(compute), num_inputs), _flat(dy, len(outputs))))
+    dx = _dot(dy, used, ((dy.ndim - 1,), (1,)), compute).reshape(x.shape).astype(x.dtype)
+    leading = tuple(range(dy.ndim - 1))
+    dw = _dot(flat, dy, (leading, leading), reduce).reshape(*inputs, *outputs)
+    return dx, constrain(dw, *names, table=AT_REST).astype(like.dtype)
+
+
+matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def add_bias(y, bias, names, compute, reduce):
+    """y [*leading, *outputs] + bias [*outputs]; the bias gradient is summed over tokens and devices in the dtype of the reduction."""
+    return y + jnp.expand_dims(gather(bias, names, compute), tuple(range(y.ndim - bias.ndim)))
+
+
+def _add_bias_backward(names, compute, reduce, like, dy):
+    db = jnp.sum(dy.astype(reduce), axis=tuple(range(dy.ndim - len(names))))
+    return dy, constrain(db, *names, table=AT_REST).astype(like.dtype)
+
+
+add_bias.defvjp(lambda y, b, *static: (add_bias(y, b, *static), jnp.zeros((0,), b.dtype)), _add_bias_backward)
+
+
+class Linear(nnx.Module):
+    """y = x W (+ b): contracts the last dims of x, named by `inputs`, and appends the dims named by `outputs`.
+
+    Linear({"embed": 4096}, {"heads": 32, "head_dim": 128}, precision, name="q_proj", rngs=rngs) holds kernel [4096, 32, 128]. Names, sizes,
+    sharding and init of the weight are this one expression. `name` is what rematerialisation policies know the output by.
+    """
+
+    def __init__(
+        self,
+        inputs: dict,
+        outputs: dict,
+        precision: PrecisionConfig,
+        *,
+        name: str,
+        rngs: nnx.Rngs,
+        stddev=0.02,
+        use_bias=False,
+    ):
+        self.names, self.num_inputs, self.name = (*inputs, *outputs), len(inputs), name
+        self.compute, self.reduce = precision.compute, precision.gradient_reduce
+        shape = (*inputs.values(), *outputs.values())
+        self.kernel = nnx.Param(stddev * jax.random.normal(rngs.params(), shape, precision.param), axes=self.names)
+        self.bias = (
+            nnx.Param(jnp.zeros(tuple(outputs.values()), precision.param), axes=tuple(outputs)) if use_bias else None
+        )
+
+    def __call__(self, x):
+        """x [B, T, *inputs] -> [B, T, *outputs] in the compute dtype."""
+        y = matmul(x, self.kernel.get_value(), self.names, self.num_inputs, self.compute, self.reduce)
+        if self.bias is not None:
+            y = add_bias(y, self.bias.get_value(), self.names[self.num_inputs :], self.compute, self.reduce)
+        return checkpoint_name(y, self.name)

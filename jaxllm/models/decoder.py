@@ -1,0 +1,191 @@
+"""The decoder that all families share: embedding -> one scan over layers -> norm, with rematerialisation by name.
+
+NNX declares the weights; what flows is a flat dict {path: array} in which the weights of all layers are stacked, so that one traced layer
+serves any depth. A family contributes its block. The loss multiplies by lm_head (`loss.py`): logits of a whole batch are never made here.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import pydantic
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxllm.attention import AttentionConfig
+from jaxllm.layers import Embedding, RMSNorm, check_rope, rope_frequencies, rotary_tables
+from jaxllm.linear import PrecisionConfig
+from jaxllm.section import Section
+from jaxllm.sharding import constrain
+
+ATTENTION_NAMES = ("attn_out", "attn_lse")
+LINEAR_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_policies = jax.checkpoint_policies
+
+# What the backward pass of a block keeps; everything else is computed again. The input of each block is always kept.
+REMAT: dict[str, Any] = {
+    # Gathered weights are never kept, and what a norm or gated product yields costs less to compute than to store.
+    "none": _policies.save_anything_except_these_names("gathered", "norm", "gated"),
+    "dots": _policies.save_only_these_names(*LINEAR_NAMES, *ATTENTION_NAMES),
+    "attention": _policies.save_only_these_names(*ATTENTION_NAMES),
+    "full": _policies.nothing_saveable,
+    "offload": _policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["block_input"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class HfWeight:
+    """Where a parameter lives in a Hugging Face checkpoint, and in which form.
+
+    name: tensor name; "{layer}" means one tensor per layer, stacked here. kind: "linear", a [out, in] matrix whose transpose, reshaped, is
+    our kernel with `num_inputs` contracted dims; or "same", the same values, reshaped.
+    """
+
+    name: str
+    kind: Literal["linear", "same"] = "same"
+    num_inputs: int = 1
+
+
+class ModelConfig(Section):
+    """A decoder in Hugging Face's own names. With `path`, the folder's config.json gives every field below `remat`."""
+
+    path: str | None = None
+    """Hugging Face folder, hub name, or jaxllm checkpoint to start from; none: random weights."""
+    revision: str | None = None
+    """Revision of a hub name; recorded when it was looked up."""
+    remat: Literal["none", "dots", "attention", "full", "offload"] = "attention"
+    """What the backward pass keeps of each block: everything; matmul and attention outputs; attention outputs; the block's input; the
+    block's input, in host memory. The further right, the less memory and the more recomputation."""
+    family: Literal["llama"] = "llama"
+    """Architecture: a key of jaxllm.models.FAMILIES."""
+    vocab_size: int = pydantic.Field(32000, ge=1)
+    hidden_size: int = pydantic.Field(512, ge=1)
+    intermediate_size: int = pydantic.Field(1408, ge=1)
+    num_hidden_layers: int = pydantic.Field(8, ge=1)
+    num_attention_heads: int = pydantic.Field(8, ge=1)
+    num_key_value_heads: int | None = None
+    """Key and value heads, each shared by equally many query heads; none: as many as query heads."""
+    head_dim: int | None = None
+    """Width of a head; none: hidden_size / num_attention_heads."""
+    hidden_act: Literal["silu"] = "silu"
+    rms_norm_eps: float = pydantic.Field(1e-5, gt=0)
+    max_position_embeddings: int = pydantic.Field(2048, ge=1)
+    """Longest row that the model is meant for, in tokens; a longer data.seq_len needs scaled rope_parameters."""
+    rope_parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    initializer_range: float = pydantic.Field(0.02, ge=0)
+    """Standard deviation of new weights."""
+    pad_token_id: int | None = None
+    """Its embedding row gets no gradient, as in torch; padding itself goes by segment ids, never by this id."""
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _derived(cls, data):
+        data = dict(data)
+        get = lambda key: data.get(key, cls.model_fields[key].default)
+        if data.get("num_key_value_heads") is None:
+            data["num_key_value_heads"] = get("num_attention_heads")
+        if data.get("head_dim") is None and all(
+            isinstance(get(k), int) for k in ("hidden_size", "num_attention_heads")
+        ):
+            data["head_dim"] = get("hidden_size") // max(get("num_attention_heads"), 1)
+        return data
+
+    @pydantic.model_validator(mode="after")
+    def _consistent(self):
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_key_value_heads = {self.num_key_value_heads} does not divide num_attention_heads = {self.num_attention_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim = {self.head_dim} is odd; rotary positions turn pairs")
+        check_rope(self.rope_parameters)
+        rope_frequencies(self.rope_parameters, self.head_dim, self.max_position_embeddings, 1)
+        return self
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Weights that each token is multiplied by, lm_head included and the embedding look-up not."""
+        attention = 2 * self.hidden_size * self.head_dim * (self.num_attention_heads + self.num_key_value_heads)
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        return self.num_hidden_layers * (attention + mlp) + self.vocab_size * self.hidden_size
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Training FLOPs of one token in a row of seq_len: 6 per weight, and attention counted causal, 6 x layers x heads x head_dim x
+        seq_len. Recomputation, norms and the embedding look-up count nothing (Chowdhery et al. 2022, appendix B, halved for causality)."""
+        return (
+            6 * self.matmul_parameters + 6 * self.num_hidden_layers * self.num_attention_heads * self.head_dim * seq_len
+        )
+
+
+def stacked(make_layer: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rngs):
+    """One module whose every variable has a leading layer dim; variable metadata (axes) stay per layer."""
+    graphdef, _ = jax.eval_shape(lambda: nnx.split(make_layer(nnx.Rngs(0))))
+    keys = jax.random.split(rngs.params(), num_layers)
+    return nnx.merge(graphdef, jax.vmap(lambda key: nnx.split(make_layer(nnx.Rngs(params=key)))[1])(keys))
+
+
+class Decoder(nnx.Module):
+    """tokens -> final hidden states. `head` is the weight that the loss multiplies by: lm_head, or the embedding when tied."""
+
+    def __init__(
+        self, config: ModelConfig, precision: PrecisionConfig, attention: AttentionConfig, make_block, *, rngs: nnx.Rngs
+    ):
+        self.config, self.precision = config, precision
+        size, stddev = config.hidden_size, config.initializer_range
+        self.embed_tokens = Embedding(
+            config.vocab_size, size, precision, rngs=rngs, stddev=stddev, pad_token_id=config.pad_token_id
+        )
+        block = lambda layer_rngs: make_block(config, precision, attention, rngs=layer_rngs)
+        self.layers = stacked(block, config.num_hidden_layers, rngs)
+        self.norm = RMSNorm(size, config.rms_norm_eps, precision)
+        head = lambda: LMHead(config.vocab_size, size, precision, stddev=stddev, rngs=rngs)
+        self.lm_head = None if config.tie_word_embeddings else head()
+
+    def __call__(self, tokens, positions, k_start, k_end):
+        """All i32[B, T]: token ids, place in the document, interval of keys each token sees -> [B, T, E] in the compute dtype."""
+        config, compute = self.config, self.precision.compute
+        inverse, factor = rope_frequencies(
+            config.rope_parameters, config.head_dim, config.max_position_embeddings, tokens.shape[1]
+        )
+        cos, sin = rotary_tables(positions, inverse, factor, compute)
+        graphdef, layers = nnx.split(self.layers)
+
+        def layer(x, weights):
+            x = checkpoint_name(constrain(x, "batch", "sequence", "embed"), "block_input")
+            return constrain(
+                nnx.merge(graphdef, weights)(x, cos, sin, k_start, k_end), "batch", "sequence", "embed"
+            ), None
+
+        # prevent_cse guards against undoing the recomputation outside loops; inside scan it only adds barriers.
+        layer = jax.checkpoint(layer, policy=REMAT[config.remat], prevent_cse=False)
+        x, _ = jax.lax.scan(layer, self.embed_tokens(tokens), layers)
+        return self.norm(x)
+
+    @property
+    def head(self):
+        """[V, E], as it is kept."""
+        return self.embed_tokens.embedding.get_value() if self.lm_head is None else self.lm_head.kernel.get_value()
+
+
+class LMHead(nnx.Module):
+    """Declares lm_head [V, E], rows first like the embedding that it may be tied to; `loss.py` multiplies by it."""
+
+    def __init__(self, vocab_size: int, size: int, precision: PrecisionConfig, *, stddev, rngs: nnx.Rngs):
+        init = stddev * jax.random.normal(rngs.params(), (vocab_size, size), precision.param)
+        self.kernel = nnx.Param(init, axes=("vocab", "embed"))
+
+
+def count_parameters(params: dict) -> int:
+    return sum(int(np.prod(p.shape)) for p in params.values())

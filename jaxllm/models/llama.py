@@ -1,0 +1,134 @@
+"""Llama: the block, and how it is written in Hugging Face folders.
+
+A config.json field that this code does not know is refused by name: transformers accepts `logit_scale` or `sliding_window` in a Llama
+config and ignores them, and a model trained under such a config is another model than its author meant.
+"""
+
+import jax
+from flax import nnx
+
+from jaxllm.layers import MLP, Attention, RMSNorm
+from jaxllm.models.decoder import HfWeight, ModelConfig
+from jaxllm.section import UserError
+
+
+class Block(nnx.Module):
+    def __init__(self, config, precision, attention, *, rngs: nnx.Rngs):
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, precision)
+        self.self_attn = Attention(config, precision, attention, rngs=rngs)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, precision)
+        self.mlp = MLP(config, precision, rngs=rngs)
+
+    def __call__(self, x, cos, sin, k_start, k_end):
+        """x [B, T, E] -> [B, T, E]."""
+        with jax.named_scope("self_attn"):
+            x = x + self.self_attn(self.input_layernorm(x), cos, sin, k_start, k_end)
+        with jax.named_scope("mlp"):
+            return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def hf_weights(config: ModelConfig) -> dict[str, HfWeight]:
+    """{parameter path: tensor in the Hugging Face checkpoint} for the parameters that this config has."""
+    table = {
+        "embed_tokens/embedding": HfWeight("model.embed_tokens.weight"),
+        "norm/weight": HfWeight("model.norm.weight"),
+    }
+    if not config.tie_word_embeddings:
+        table["lm_head/kernel"] = HfWeight("lm_head.weight")
+    for norm in ("input_layernorm", "post_attention_layernorm"):
+        table[f"layers/{norm}/weight"] = HfWeight(f"model.layers.{{layer}}.{norm}.weight")
+    for part, projections, use_bias in (
+        ("self_attn", {"q_proj": 1, "k_proj": 1, "v_proj": 1, "o_proj": 2}, config.attention_bias),
+        ("mlp", {"gate_proj": 1, "up_proj": 1, "down_proj": 1}, config.mlp_bias),
+    ):
+        for name, num_inputs in projections.items():
+            prefix = f"model.layers.{{layer}}.{part}.{name}"
+            table[f"layers/{part}/{name}/kernel"] = HfWeight(f"{prefix}.weight", "linear", num_inputs)
+            if use_bias:
+                table[f"layers/{part}/{name}/bias"] = HfWeight(f"{prefix}.bias")
+    return table
+
+
+_FIELDS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "hidden_act", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "attention_bias", "mlp_bias", "initializer_range",
+    "pad_token_id", "bos_token_id", "eos_token_id",
+)  # fmt: skip
+_HF_DEFAULTS = {
+    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "initializer_range": 0.02, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+# Fields without influence on the training maths, and fields that are accepted with their neutral value alone.
+_IGNORED = {
+    "architectures", "model_type", "dtype", "torch_dtype", "use_cache", "transformers_version", "_name_or_path", "return_dict",
+    "output_attentions", "output_hidden_states", "chunk_size_feed_forward", "is_encoder_decoder", "problem_type", "id2label", "label2id",
+    "is_llama_config", "rope_interleaved", "transformers.js_config", "unsloth_version", "unsloth_fixed", "task_specific_params",
+}  # fmt: skip
+_NEUTRAL = {
+    "pretraining_tp": (1, None),
+    "attention_dropout": (0, 0.0, None),
+    "rope_interleaved": (False,),
+    "partial_rotary_factor": (1, 1.0),
+}
+
+
+def rope_from_hf(hf: dict, default_theta: float) -> dict:
+    """rope_parameters of a config.json in either schema, precedence as in transformers 5: a non-empty `rope_scaling` replaces
+    `rope_parameters`; theta from the dict, then the top level, then the family's default; `type` is the old name of `rope_type`."""
+    rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    legacy = rope.pop("type", None)
+    rope.setdefault("rope_type", legacy or "default")
+    if rope.get("rope_theta") is None:
+        rope["rope_theta"] = hf.get("rope_theta") if hf.get("rope_theta") is not None else default_theta
+    if rope["rope_type"] in ("yarn", "longrope") and rope.get("original_max_position_embeddings") is None:
+        rope["original_max_position_embeddings"] = hf.get("original_max_position_embeddings") or hf.get(
+            "max_position_embeddings"
+        )
+    if rope["rope_type"] != "proportional" and rope.get("partial_rotary_factor") in (1, 1.0):
+        del rope["partial_rotary_factor"]
+    return {key: value for key, value in rope.items() if value is not None}
+
+
+def config_from_hf(hf: dict) -> dict:
+    """Fields of `ModelConfig` from a config.json of model_type "llama". UserError names a field that is unknown or unsupported."""
+    known = {
+        *_FIELDS,
+        *_IGNORED,
+        *_NEUTRAL,
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "original_max_position_embeddings",
+    }
+    if unknown := sorted(key for key in set(hf) - known if hf[key] is not None):
+        raise UserError(
+            f"config.json: {', '.join(f'{key} = {hf[key]!r}' for key in unknown)}: unknown to jaxllm for model_type 'llama'. If it does not "
+            "change the model's maths, remove it from config.json; if it does, this model is not supported."
+        )
+    for key, allowed in _NEUTRAL.items():
+        if key in hf and hf[key] not in allowed:
+            raise UserError(f"config.json: {key} = {hf[key]!r} is not supported, only {allowed[0]!r}")
+    if hf.get("hidden_act", "silu") != "silu":
+        raise UserError(f"config.json: hidden_act = {hf['hidden_act']!r} is not supported, only 'silu'")
+    fields = {key: hf[key] for key in _FIELDS if hf.get(key) is not None}
+    # A null id means "none", while an absent one means the class default.
+    fields |= {key: value for key, value in _HF_DEFAULTS.items() if key not in hf and key not in fields}
+    return {**fields, "family": "llama", "rope_parameters": rope_from_hf(hf, default_theta=10000.0)}
+
+
+def config_to_hf(config: ModelConfig) -> dict:
+    """config.json fields for transformers 4 and 5 alike: rope in both schemas, ids and tying stated even where they are defaults."""
+    rope = dict(config.rope_parameters)
+    legacy = {key: value for key, value in rope.items() if key != "rope_theta"}
+    fields = {key: getattr(config, key) for key in _FIELDS}
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **fields,
+        "attention_dropout": 0.0,
+        "pretraining_tp": 1,
+        "use_cache": True,
+        "rope_parameters": rope,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": None if legacy.get("rope_type", "default") == "default" else legacy,
+    }

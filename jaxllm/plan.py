@@ -1,0 +1,220 @@
+"""`python -m jaxllm.plan --config F --on h100:8 [--json]`: compiles the real training step for GPUs that are not here.
+
+XLA's GPU compiler needs no GPU, no driver and no CUDA toolkit, only the plugin packages (`pip install 'jaxllm[plan]'`). What it reports is
+*compiled, not measured*: memory per GPU, collectives and whether they overlap, FLOPs, and its own warnings. It does not see NCCL buffers, the
+CUDA context and library workspaces, for which RESERVE is set aside.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import re
+import sys
+import tempfile
+import time
+
+if __name__ == "__main__" or "jax" not in sys.modules:
+    os.environ["JAX_PLATFORMS"] = "cpu"  # before jax is imported: the plugin must not look for a driver
+
+from jaxllm.section import UserError
+
+TARGETS = {"h100": "h100_sxm.txtpb", "h200": "h200.txtpb"}
+RESERVE_GIB = 6.0  # NCCL buffers, CUDA context, cuBLAS workspaces: an allowance, not a measurement
+OPTIONS = {
+    "xla_gpu_enable_triton_gemm": False
+}  # untuned Triton products say nothing; a tuned run takes cuBLASLt for the large ones
+
+
+def parse_devices(on: str) -> tuple[str, int, int]:
+    """(GPU, hosts, GPUs per host) of "h100:8", "h200:4x8" or "h100:16" (hosts of 8)."""
+    found = re.fullmatch(r"([\w-]+):(?:(\d+)x)?(\d+)", on)
+    if not found or found[1] not in TARGETS:
+        raise UserError(
+            f"--on: got {on!r}; write GPU:COUNT or GPU:HOSTSxCOUNT, such as h100:8 or h100:2x8, with GPU one of {', '.join(TARGETS)}"
+        )
+    name, hosts, count = found[1], int(found[2] or 1), int(found[3])
+    if not found[2] and count > 8:
+        if count % 8:
+            raise UserError(f"--on: {on}: {count} GPUs are not whole hosts of 8; write h100:HOSTSxCOUNT")
+        hosts, count = count // 8, 8
+    if not hosts or not count:
+        raise UserError(f"--on: {on}: at least one GPU")
+    return name, hosts, count
+
+
+def devices(on: str):
+    """Devices of a machine that is not here, for `make_mesh`. UserError without the plugin packages."""
+    import numpy as np
+    from jax.experimental import topologies
+
+    name, hosts, count = parse_devices(on)
+    target = (pathlib.Path(__file__).parent / "targets" / TARGETS[name]).read_text(encoding="utf-8")
+    try:
+        topology = topologies.get_topology_desc(
+            platform="cuda", topology_name=name, target_config=target, topology=f"1x{hosts}x{count}"
+        )
+    except (NotImplementedError, RuntimeError, ValueError) as error:
+        import jax
+
+        raise UserError(
+            "the compiler for CUDA is not here (or does not fit this jax): pip install 'jaxllm[plan]', that is "
+            f"jax-cuda13-plugin=={jax.__version__} and jax-cuda13-pjrt=={jax.__version__}. ({type(error).__name__}: {str(error).splitlines()[0]})"
+        ) from error
+    return np.array(topology.devices)
+
+
+@contextlib.contextmanager
+def compiler_output():
+    """Collects what native code writes to file descriptor 2 into the list that it yields."""
+    lines = []
+    with tempfile.TemporaryFile("w+", errors="replace") as file:
+        sys.stderr.flush()
+        saved = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield lines
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+            file.seek(0)
+            lines += file.read().splitlines()
+
+
+def compile_step(cfg, on: str):
+    """(compiled, abstract TrainState, seconds, lines that the compiler printed) of the training step of `cfg` on `on`."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxllm import sharding, step
+    from jaxllm.data.batch import Batch
+
+    mesh = sharding.make_mesh(cfg.mesh, devices(on))
+    with jax.set_mesh(mesh):
+        graphdef, state = step.abstract_state(cfg)
+        pieces = cfg.optimizer.num_microbatches
+        shape, placed = (pieces, cfg.data.global_batch_size // pieces, cfg.data.seq_len), sharding.batch_sharding(mesh)
+        like = lambda dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=placed)
+        batch = Batch(
+            **{n: like(jnp.float32 if n == "loss_weights" else jnp.int32) for n in Batch.__dataclass_fields__}
+        )
+        begin = time.perf_counter()
+        with compiler_output() as lines:
+            lowered = step.make_train_step(graphdef, cfg).trace(state, batch).lower(lowering_platforms=("cuda",))
+            compiled = lowered.compile(OPTIONS)
+    return compiled, state, time.perf_counter() - begin, lines
+
+
+# What the compiler prints and what it means; lines that match none are harmless (autotuning without a device, and the like).
+WARNINGS = {
+    "Involuntary full rematerialization": "an array is copied whole to every device to change its sharding",
+    "Can't reduce memory use below": "does not fit: the compiler could not bring memory under its limit",
+    "exceeds the base limit": "close to the memory limit: the scheduler gives up overlapping communication",
+}
+
+
+def report(cfg, on: str) -> dict:
+    """The facts of the compiled step as a dict: what `--json` prints."""
+    import jax
+    import numpy as np
+
+    from jaxllm import config, hardware, hlo
+
+    name, hosts, count = parse_devices(on)
+    config.check(cfg, hosts * count)
+    compiled, state, seconds, lines = compile_step(cfg, on)
+    memory, program = compiled.memory_analysis(), hlo.read(compiled.as_text())
+    gib = lambda n: round(float(n) / 2**30, 3)
+    at_rest = lambda tree: sum(
+        np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )
+    need = (
+        memory.argument_size_in_bytes
+        + memory.temp_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+    )
+    capacity = hardware.HARDWARE[name].memory_gib
+    seen = [
+        f"{meaning} ({sum(text in line for line in lines)} x)"
+        for text, meaning in WARNINGS.items()
+        if any(text in line for line in lines)
+    ]
+    if large := [c for c in program.collectives if not c.asynchronous and c.bytes * c.times > 2**20]:
+        seen.append(
+            f"{len(large)} collectives of over 1 MiB wait instead of overlapping: {', '.join(sorted({c.kind for c in large}))}"
+        )
+    if program.unknown_loops:
+        seen.append(f"{program.unknown_loops} loops have no known trip count and are counted once")
+    return {
+        "device": name,
+        "devices": hosts * count,
+        "evidence": "compiled, not measured",
+        "fits": gib(need) + RESERVE_GIB <= capacity,
+        "memory_gib": {
+            "weights": gib(at_rest(state.params)),
+            "optimizer": gib(at_rest(state.opt_state)),
+            "temporaries": gib(memory.temp_size_in_bytes),
+            "need": gib(need),
+            "reserve": RESERVE_GIB,
+            "host": gib(memory.host_temp_size_in_bytes),
+            "device": capacity,
+        },
+        "flops_per_step_per_device": program.flops,
+        "collectives": [
+            {"kind": c.kind, "dtype": c.dtype, "bytes": c.bytes, "times": c.times, "asynchronous": c.asynchronous}
+            for c in sorted(program.collectives, key=lambda c: -c.bytes * c.times)
+        ],
+        "custom_calls": program.custom_calls,
+        "compile_s": round(seconds, 1),
+        "warnings": seen,
+    }
+
+
+def page(facts: dict) -> str:
+    """The same for a reader."""
+    memory = facts["memory_gib"]
+    lines = [
+        f"{facts['devices']} x {facts['device']} ({facts['evidence']}), compiled in {facts['compile_s']} s",
+        f"memory per GPU: need {memory['need']:.1f} GiB = weights {memory['weights']:.1f} + optimizer {memory['optimizer']:.1f} + temporaries "
+        f"{memory['temporaries']:.1f}; with {memory['reserve']:.0f} GiB in reserve it {'fits' if facts['fits'] else 'does NOT fit'} in {memory['device']:.1f}",
+    ]
+    if memory["host"]:
+        lines.append(f"host memory per GPU: {memory['host']:.1f} GiB of offloaded activations")
+    lines.append(f"matrix products per GPU and step: {facts['flops_per_step_per_device'] / 1e12:.1f} TFLOP")
+    totals = {}
+    for c in facts["collectives"]:
+        size, count, late = totals.get((c["kind"], c["dtype"]), (0, 0, 0))
+        totals[c["kind"], c["dtype"]] = (
+            size + c["bytes"] * c["times"],
+            count + c["times"],
+            late + c["times"] * (not c["asynchronous"]),
+        )
+    for (kind, dtype), (size, count, late) in sorted(totals.items(), key=lambda item: -item[1][0]):
+        lines.append(f"  {kind} {dtype}: {size / 2**30:.2f} GiB in {count} a step, {late} of them not overlapped")
+    return "\n".join(lines + [f"warning: {text}" for text in facts["warnings"]])
+
+
+def main(arguments=None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m jaxllm.plan", description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--config", required=True, metavar="FILE", help="TOML file; see configs/")
+    parser.add_argument(
+        "--on", required=True, metavar="GPU:COUNT", help="such as h100:8, h200:8, h100:2x8 (hosts x GPUs)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes on top, with TOML values")
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        from jaxllm.config import load_config
+
+        facts = report(load_config(options.config, *options.overrides), options.on)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(facts, indent=1) if options.json else page(facts))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,372 @@
+"""`python -m jaxllm.train --config F [section.key=value ...]`: train, fine-tune, go on.
+
+The loop, read top to bottom. What can be known before compiling is checked before compiling, cheapest first: config, devices, output folder,
+data, weights. Ctrl-C or SIGTERM ends the step in flight, saves and exits; the same command goes on from there.
+
+Exit codes: 0 done, 1 fault, 2 bad input, 3 diverged, 4 interrupted with a checkpoint saved.
+"""
+
+import argparse
+import contextlib
+import os
+import pathlib
+import signal
+import sys
+import traceback
+
+from jaxllm.section import UserError
+
+DONE, FAULT, BAD_INPUT, DIVERGED, INTERRUPTED = range(5)
+KNOWN_FILES = ("config.toml", "metrics.jsonl", "tokenizer", "export", "tensorboard")
+
+
+class Diverged(Exception):
+    """Too many steps in a row without a finite loss and gradient norm."""
+
+
+class Interruption:
+    """Turns the first SIGINT or SIGTERM into a flag that the loop reads between steps; a second one raises at once."""
+
+    def __enter__(self):
+        self.signal = None
+        self._before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def _on_signal(self, number, _):
+        if self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number).name
+        print(
+            f"{self.signal}: the step in flight ends, then the run is saved; once more to stop without saving",
+            flush=True,
+        )
+
+    def __exit__(self, *_):
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def train(cfg) -> int:
+    """Runs the config to its last step (or a signal) and returns the exit code."""
+    import jax
+
+    from jaxllm import checkpoint, config, sharding, step
+    from jaxllm.data.batch import make_batches, make_eval_batches
+    from jaxllm.metrics import Metrics, phase
+
+    config.check(cfg, jax.device_count())
+    device = jax.devices()[0]
+    print(
+        f"jaxllm on {jax.device_count()} x {device.device_kind} ({device.platform}), {jax.process_count()} process(es)",
+        flush=True,
+    )
+    output, text = pathlib.Path(cfg.output_dir), config.dump(cfg)
+    first = jax.process_index() == 0
+    start = starting_step(cfg)
+    if start == cfg.steps:
+        print(
+            f"{output}: the checkpoint is at step {start} and steps = {cfg.steps}: nothing to do; raise steps, or use another output_dir"
+        )
+        return DONE
+    with contextlib.ExitStack() as stack:
+        if first:
+            stack.enter_context(checkpoint.lock(output))
+            if cfg.checkpoint.overwrite and start is None:
+                checkpoint.erase(output)
+        interruption = stack.enter_context(Interruption())
+        checkpoints = stack.enter_context(checkpoint.Checkpoints(output / checkpoint.FOLDER, cfg.checkpoint))
+        mesh = sharding.make_mesh(cfg.mesh)
+        stack.enter_context(jax.set_mesh(mesh))
+        print(f"mesh: {', '.join(f'{axis} {size}' for axis, size in mesh.shape.items())}", flush=True)
+        graphdef, abstract = step.abstract_state(cfg)
+        print(memory_estimate(abstract), flush=True)
+
+        with phase("reading the data"):
+            if start is None:
+                batches = make_batches(cfg)
+            else:
+                state, cursors, _ = checkpoints.restore(start, abstract)
+                batches = make_batches(cfg, cursors=cursors)
+                if batches.fingerprint != checkpoints.data_fingerprint(start):
+                    raise UserError(
+                        f"data: the documents or the tokenizer are not those of the checkpoint at step {start}, whose position in the data would "
+                        "mean nothing; bring them back, or start another output_dir with model.path set to this checkpoint"
+                    )
+            stack.callback(batches.close)
+            evaluation = make_eval_batches(cfg) if cfg.evaluation.every else None
+        print(f"training on {batches.summary}", flush=True)
+        if evaluation:
+            print(f"evaluating on {evaluation.summary}", flush=True)
+        if start is None:
+            with phase(f"loading weights from {cfg.model.path}" if cfg.model.path else "making random weights"):
+                graphdef, state = step.init_state(cfg)
+            start = 0
+        else:
+            print(f"resuming from step {start}", flush=True)
+            checkpoints.set_aside_after(start)
+        if first:
+            write_beside(output / "config.toml", text)
+
+        run = Run(cfg, graphdef, state, batches, evaluation, checkpoints, text, step, mesh)
+        run.show_sample("before")
+        with phase("compiling the training step"):
+            run.compile()
+        log = Metrics(
+            output,
+            cfg.logging,
+            total_steps=cfg.steps,
+            start_step=start,
+            flops_per_step=cfg.model.flops_per_token(cfg.data.seq_len) * cfg.data.global_batch_size * cfg.data.seq_len,
+            peak_flops=peak_flops(cfg, device),
+        )
+        with log:
+            return run.loop(start, log, interruption)
+
+
+class Run:
+    """The parts of a run that the loop moves."""
+
+    def __init__(self, cfg, graphdef, state, batches, evaluation, checkpoints, text, step, mesh):
+        self.cfg, self.graphdef, self.state, self.batches = cfg, graphdef, state, batches
+        self.evaluation, self.checkpoints, self.text, self.mesh = evaluation, checkpoints, text, mesh
+        self.train_step, self.eval_step = step.make_train_step(graphdef, cfg), step.make_eval_step(graphdef, cfg)
+        self.bad = 0
+
+    def compile(self):
+        import jax
+        import jax.numpy as jnp
+
+        from jaxllm.data.batch import Batch
+        from jaxllm.sharding import batch_sharding
+
+        data, pieces = self.cfg.data, self.cfg.optimizer.num_microbatches
+        shape, placed = (pieces, data.global_batch_size // pieces, data.seq_len), batch_sharding(self.mesh)
+        like = lambda dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=placed)
+        fields = {
+            name: like(jnp.float32 if name == "loss_weights" else jnp.int32) for name in Batch.__dataclass_fields__
+        }
+        self.train_step = self.train_step.lower(self.state, Batch(**fields)).compile()
+
+    def loop(self, start, log, interruption) -> int:
+        cfg, step = self.cfg, start
+        positions = cfg.data.global_batch_size * cfg.data.seq_len
+        if self.evaluation and start == 0:
+            self.evaluate(0, log)
+        while step < cfg.steps and not interruption.signal:
+            batch = next(self.batches, None)
+            if batch is None:
+                print(f"the data ended after step {step} of {cfg.steps} (data.repeat = false)", flush=True)
+                break
+            self.state, metrics = self.train_step(self.state, batch)
+            step += 1
+            self.judge(log.record(step, metrics, positions))
+            if self.evaluation and (step % cfg.evaluation.every == 0 or step == cfg.steps):
+                self.evaluate(step, log)
+            if cfg.checkpoint.every and step % cfg.checkpoint.every == 0:
+                self.save(step, log)
+        self.judge(log.flush())
+        self.save(step, log)
+        self.checkpoints.wait()
+        if interruption.signal:
+            print(
+                f"stopped by {interruption.signal} at step {step}; the checkpoint is complete, the same command goes on from here",
+                flush=True,
+            )
+            return INTERRUPTED
+        log.close()
+        self.show_sample("after")
+        self.export(step)
+        print(f"done: {step} steps; the last checkpoint is {self.checkpoints.folder / str(step)}", flush=True)
+        return DONE
+
+    def judge(self, fetched):
+        """Counts steps in a row that were left out, and stops at the limit."""
+        for step, metrics in fetched:
+            self.bad = self.bad + 1 if metrics["bad"] else 0
+            if self.bad:
+                values = f"loss {metrics['loss']}, gradient norm {metrics['grad_norm']}, {metrics['tokens']:.0f} trained tokens"
+                print(f"step {step}: {values}: not usable, so weights and optimizer keep their state", flush=True)
+            if self.bad >= self.cfg.optimizer.max_bad_steps:
+                raise Diverged(
+                    f"step {step}: loss or gradient norm non-finite (or nothing to train on) for {self.bad} steps in a row "
+                    f"(optimizer.max_bad_steps), the last with {values}; {self.culprit()}. The data stood at document "
+                    f"{int(self.batches.cursors[0, 0])} of lane 0. Last checkpoint: "
+                    f"{'none' if self.checkpoints.last_saved is None else self.checkpoints.last_saved}. "
+                    "Lower optimizer.learning_rate, lengthen warmup_steps, or look at the data there"
+                )
+
+    def culprit(self) -> str:
+        import jax.numpy as jnp
+
+        bad = [path for path, value in self.state.params.items() if not bool(jnp.isfinite(value).all())]
+        return f"weights that are not finite: {', '.join(bad[:5])}" if bad else "all weights are finite"
+
+    def save(self, step, log):
+        with log.pause():
+            self.checkpoints.save(step, self.state, self.batches.cursors, self.text, self.batches.fingerprint)
+
+    def evaluate(self, step, log):
+        loss_sum = weight_sum = 0.0
+        with log.pause():
+            for batch in self.evaluation:
+                sums = self.eval_step(self.state, batch)
+                loss_sum, weight_sum = loss_sum + float(sums["loss_sum"]), weight_sum + float(sums["weight_sum"])
+            if not weight_sum:
+                raise UserError(
+                    "evaluation: no token to evaluate on; give more documents in evaluation.path or a larger evaluation.holdout"
+                )
+            log.record_evaluation(step, loss_sum / weight_sum, int(weight_sum))
+
+    def show_sample(self, when):
+        prompt = self.cfg.evaluation.prompt
+        if prompt is None:
+            return
+        from jaxllm.generate import sample
+
+        tokenizer = self.batches.tokenizer
+        ids = [
+            *([tokenizer.bos_id] if tokenizer.bos_id is not None else []),
+            *map(int, tokenizer.encode_batch([prompt])[0]),
+        ]
+        made = sample(self.graphdef, self.state, ids, self.cfg.evaluation.prompt_tokens, eos_id=tokenizer.eos_id)
+        print(f"--- sample {when} training ---\n{prompt}{tokenizer.decode(made)}\n---", flush=True)
+
+    def export(self, step):
+        dtype = self.cfg.checkpoint.export
+        if dtype is None:
+            return
+        from jaxllm import hf
+        from jaxllm.models import FAMILIES
+
+        family, folder = FAMILIES[self.cfg.model.family], pathlib.Path(self.cfg.output_dir) / "export" / str(step)
+        if folder.exists():
+            print(f"{folder} exists and is left as it is", flush=True)
+            return
+        folder.parent.mkdir(exist_ok=True)
+        hf.save_folder(
+            self.state.params,
+            family.hf_weights(self.cfg.model),
+            family.config_to_hf(self.cfg.model),
+            folder,
+            dtype=dtype,
+            tokenizer_folder=self.batches.tokenizer.folder,
+        )
+        print(f"Hugging Face folder: {folder}", flush=True)
+
+
+def starting_step(cfg) -> int | None:
+    """The step to resume from, None to begin. UserError when the output folder holds a run that this config does not continue."""
+    from jaxllm import checkpoint, config
+
+    output, resume = cfg.output_dir, cfg.checkpoint.resume
+    found = checkpoint.inspect(output, KNOWN_FILES)
+    if found.foreign:
+        print(
+            f"{output} also holds {', '.join(found.foreign[:5])}, which jaxllm did not write and leaves alone",
+            flush=True,
+        )
+    if cfg.checkpoint.overwrite:
+        return None
+    if found.latest is None:
+        if isinstance(resume, int):
+            raise UserError(f"checkpoint.resume: step {resume} is asked for, but {output} has no checkpoint")
+        return None
+    if resume == "never":
+        raise UserError(
+            f'output_dir: {output} has checkpoints up to step {found.latest}, and checkpoint.resume is "never"; set checkpoint.resume=auto to go '
+            "on, checkpoint.overwrite=true to remove them, or another output_dir"
+        )
+    step = found.latest if resume == "auto" else resume
+    saved_text = pathlib.Path(output) / checkpoint.FOLDER / str(step) / "config.toml"
+    if saved_text.is_file():
+        saved = config.load_config(saved_text, resolve_path=False)
+        refused, shown = config.differences(saved, cfg)
+        if refused:
+            raise UserError(
+                f"output_dir: {output} has checkpoints up to step {found.latest} of a run with other settings:\n  "
+                + "\n  ".join(refused)
+                + "\nGo on with the saved settings to resume, set checkpoint.overwrite=true to remove them, or use another output_dir"
+            )
+        for line in shown:
+            print(f"changed since the checkpoint: {line}", flush=True)
+    if step > cfg.steps:
+        raise UserError(
+            f"steps: the checkpoint in {output} is at step {step}, and steps = {cfg.steps}; raise steps, or use another output_dir"
+        )
+    return step
+
+
+def memory_estimate(abstract) -> str:
+    """Parameters, and bytes at rest on each device."""
+    import jax
+    import numpy as np
+
+    def on_device(tree):
+        return sum(np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)) / 2**30
+
+    count = sum(int(np.prod(p.shape)) for p in abstract.params.values())
+    return (
+        f"{count:,} parameters; on each device {on_device(abstract.params):.2f} GiB of weights and {on_device(abstract.opt_state):.2f} GiB "
+        "of optimizer state, plus activations (python -m jaxllm.plan compiles to find out)"
+    )
+
+
+def peak_flops(cfg, device) -> float | None:
+    import jax
+
+    from jaxllm import hardware
+
+    known = hardware.of(device.device_kind)
+    return None if known is None else jax.device_count() * known.peak_flops(cfg.precision.compute)
+
+
+def write_beside(path: pathlib.Path, text: str) -> None:
+    beside = path.with_name(f".{path.name}.tmp")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
+
+
+def guarded(function, *args) -> int:
+    """`function(*args)` with every way to end told in one last line and one exit code."""
+    try:
+        return function(*args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return BAD_INPUT
+    except Diverged as error:
+        print(f"diverged: {error}", file=sys.stderr, flush=True)
+        return DIVERGED
+    except KeyboardInterrupt:
+        print("stopped at once; steps since the last checkpoint are lost", file=sys.stderr, flush=True)
+        return FAULT
+    except Exception as error:
+        traceback.print_exc()
+        print(f"fault: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return FAULT
+
+
+def main(arguments=None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxllm.train", description="Train, fine-tune, or go on with a run."
+    )
+    parser.add_argument("--config", required=True, metavar="FILE", help="TOML file; see configs/")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes on top, with TOML values")
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the resolved config, with the source of each value, and stop"
+    )
+    options = parser.parse_intermixed_args(arguments)
+
+    def run() -> int:
+        from jaxllm import config
+
+        cfg = config.load_config(options.config, *options.overrides)
+        if options.print_config:
+            print(config.describe(cfg), end="")
+            return DONE
+        return train(cfg)
+
+    return guarded(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

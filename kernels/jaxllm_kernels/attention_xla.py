@@ -1,0 +1,136 @@
+"""Attention in plain XLA, blocked over queries in both directions: the path of CPUs, and the one that runs anywhere.
+
+Each block of queries meets all the keys it may see at once, so a score block is [heads, block, keys] and nothing of size T x S exists.
+Up to MAX_SECTIONS sections of the queries are unrolled, so that an aligned call reads only the keys up to its own end; inside a section
+blocks of BLOCK rows are scanned. What decides the speed on XLA:CPU (measured, docs/decisions.md): heads are batched in front and rows are
+(position, group) with position major, so a block is one contiguous slice and grouped heads need no repeat; p^T q is computed as q^T p
+behind an optimization barrier, because XLA:CPU runs a product with a transposed left operand at half speed.
+
+Not here: an online softmax over key blocks, which costs a CPU a second pass and an H100 has a kernel for.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+BLOCK = 128  # query positions per block of scores
+MAX_SECTIONS = 8  # unrolled sections: compile time against causal waste (1/16 of the scores)
+
+_barrier = jax.lax.optimization_barrier
+
+
+def _nt(a, b, dtype=None):
+    """[n, i, d] x [n, j, d] -> [n, i, j]"""
+    return jax.lax.dot_general(a, b, (((2,), (2,)), ((0,), (0,))), preferred_element_type=dtype)
+
+
+def _nn(a, b, dtype=None):
+    """[n, i, j] x [n, j, d] -> [n, i, d]"""
+    return jax.lax.dot_general(a, b, (((2,), (1,)), ((0,), (0,))), preferred_element_type=dtype)
+
+
+def _sections(T):
+    """(first row, last row + 1, number of blocks) of each section of T rows, where T is a whole number of blocks."""
+    block = min(BLOCK, T)
+    rows = -(-T // (MAX_SECTIONS * block)) * block
+    return [(start, min(start + rows, T), (min(start + rows, T) - start) // block) for start in range(0, T, rows)]
+
+
+def _whole_blocks(*arrays):
+    """[B, T, ...] arrays with T completed by zeros to a whole number of blocks: rows whose interval is empty."""
+    T = arrays[0].shape[1]
+    missing = -T % min(BLOCK, T)
+    return [jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)) if missing else x for x in arrays]
+
+
+def _heads_first(x, num_kv_heads):
+    """[B, T, H, D] -> [B * K, T * G, D], position major."""
+    B, T, H, D = x.shape
+    return x.reshape(B, T, num_kv_heads, H // num_kv_heads, D).transpose(0, 2, 1, 3, 4).reshape(B * num_kv_heads, -1, D)
+
+
+def _heads_back(x, B, T):
+    """[B * K, T * G, D] -> [B, T, H, D]"""
+    K, G, D = x.shape[0] // B, x.shape[1] // T, x.shape[2]
+    return x.reshape(B, K, T, G, D).transpose(0, 2, 1, 3, 4).reshape(B, T, K * G, D)
+
+
+def _scores(q, k, k_start, k_end, scale):
+    """Scaled scores f32[n, rows, keys], -inf where the interval excludes the key; q rows are (position, group)."""
+    n, rows, _ = q.shape
+    B, positions = k_start.shape
+    seen = jnp.arange(k.shape[1])[None, None, :]
+    seen = (seen >= k_start[:, :, None]) & (seen < k_end[:, :, None])
+    shape = (B, n // B, positions, rows // positions, k.shape[1])
+    scores = (_nt(q, k, jnp.float32) * scale).reshape(shape)
+    return jnp.where(seen[:, None, :, None, :], scores, -jnp.inf).reshape(n, rows, k.shape[1])
+
+
+def _by_block(function, carry, num_blocks, *arrays):
+    """`function(carry, *blocks) -> (carry, outputs)` over blocks of rows (dim 1) of each array; outputs are joined along dim 1."""
+    if num_blocks == 1:
+        return function(carry, *arrays)
+    split = lambda x: jnp.moveaxis(x.reshape(x.shape[0], num_blocks, -1, *x.shape[2:]), 1, 0)
+    join = lambda y: jnp.moveaxis(y, 0, 1).reshape(y.shape[1], -1, *y.shape[3:])
+    carry, outputs = jax.lax.scan(lambda c, blocks: function(c, *blocks), carry, tuple(split(x) for x in arrays))
+    return carry, jax.tree.map(join, outputs)
+
+
+def forward(q, k, v, k_start, k_end, *, aligned):
+    """(out [B, T, H, D] in q's dtype, lse f32[B, H, T]); see `reference.attention`."""
+    (B, T, H, D), S, K = q.shape, k.shape[1], k.shape[2]
+    G, scale = H // K, D**-0.5
+    q, k_start, k_end = _whole_blocks(q, k_start, k_end)
+    rows, keys, values = (_heads_first(x, K) for x in (q, k, v))
+
+    def one_block(k_part, v_part, _, starts, ends, q_rows):
+        s = _scores(q_rows, k_part, starts, ends, scale)
+        peak = jnp.max(s, axis=-1, keepdims=True)
+        peak = jnp.where(peak == -jnp.inf, 0.0, peak)
+        p = jnp.exp(s - peak)
+        total = jnp.sum(p, axis=-1, keepdims=True)
+        out = _nn(p.astype(v.dtype), v_part, jnp.float32) / jnp.where(total > 0, total, 1.0)
+        return None, (out.astype(q.dtype), peak + jnp.log(total))
+
+    parts = []
+    for start, end, num_blocks in _sections(q.shape[1]):
+        visible = min(end, S) if aligned else S
+        block = functools.partial(one_block, keys[:, :visible], values[:, :visible])
+        arrays = (k_start[:, start:end], k_end[:, start:end], rows[:, start * G : end * G])
+        parts.append(_by_block(block, None, num_blocks, *arrays)[1])
+    out, lse = (_heads_back(jnp.concatenate(x, axis=1), B, q.shape[1])[:, :T] for x in zip(*parts, strict=True))
+    return out, jnp.moveaxis(lse[..., 0], 1, 2)
+
+
+def backward(q, k, v, k_start, k_end, out, lse, do, *, aligned):
+    """(dq, dk, dv) in float32, for callers that still have to sum them over devices; p is recomputed from lse block by block."""
+    (B, T, H, D), S, K = q.shape, k.shape[1], k.shape[2]
+    G, scale = H // K, D**-0.5
+    delta = jnp.sum(do.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
+    lse = jnp.moveaxis(jnp.where(lse == -jnp.inf, 0.0, lse), 1, 2)[
+        ..., None
+    ]  # a row that sees nothing: p = exp(-inf - 0) = 0
+    q, k_start, k_end, do, lse, delta = _whole_blocks(q, k_start, k_end, do.astype(q.dtype), lse, delta)
+    rows, keys, values, do, lse, delta = (_heads_first(x, K) for x in (q, k, v, do, lse, delta))
+
+    def one_block(k_part, v_part, sums, starts, ends, q_rows, do_rows, lse_rows, delta_rows):
+        p = jnp.exp(_scores(q_rows, k_part, starts, ends, scale) - lse_rows)
+        ds = p * (_nt(do_rows, v_part, jnp.float32) - delta_rows)
+        p, ds = _barrier((p.astype(q.dtype), ds.astype(q.dtype)))
+        q_turned, do_turned = (_barrier(jnp.swapaxes(x, 1, 2)) for x in (q_rows, do_rows))
+        sums = (sums[0] + _nn(q_turned, ds, jnp.float32), sums[1] + _nn(do_turned, p, jnp.float32))
+        return sums, _nn(ds, k_part, jnp.float32) * scale
+
+    dqs, sums = [], tuple(jnp.zeros((x.shape[0], D, S), jnp.float32) for x in (keys, values))
+    for start, end, num_blocks in _sections(q.shape[1]):
+        visible = min(end, S) if aligned else S
+        block = functools.partial(one_block, keys[:, :visible], values[:, :visible])
+        part = slice(start * G, end * G)
+        arrays = (k_start[:, start:end], k_end[:, start:end], rows[:, part], do[:, part], lse[:, part], delta[:, part])
+        seen, dq = _by_block(block, tuple(x[:, :, :visible] for x in sums), num_blocks, *arrays)
+        sums = tuple(jax.lax.dynamic_update_slice(x, y, (0, 0, 0)) for x, y in zip(sums, seen, strict=True))
+        dqs.append(dq)
+    dq = _heads_back(jnp.concatenate(dqs, axis=1), B, q.shape[1])[:, :T]
+    dk, dv = (_heads_back(jnp.swapaxes(x, 1, 2), B, S) for x in sums)
+    return dq, dk * scale, dv

@@ -1,0 +1,26 @@
+"""Test switches, set before jax is imported: eight emulated CPU devices, a compilation cache shared by all runs, strict dtypes and ranks."""
+
+import os
+import pathlib
+import tempfile
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # also what makes deviceless compilation for CUDA possible
+if "--xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8").strip()
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+CACHE = os.environ.setdefault("JAXLLM_TEST_CACHE", str(pathlib.Path(tempfile.gettempdir()) / "jaxllm-test-cache"))
+
+import jax
+import numpy as np
+import pytest
+
+jax.config.update("jax_compilation_cache_dir", CACHE)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(0)
