@@ -4,6 +4,12 @@ The public names are looked up on first use, so that `import jaxllm` starts no a
 """
 
 import importlib
+import importlib.util
+import pathlib
+import sys
+
+if importlib.util.find_spec("jaxllm_kernels") is None:  # a checkout that is not installed
+    sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "kernels"))
 
 _PUBLIC = {
     "load_config": "config",

@@ -24,7 +24,8 @@ def from_hf(source: str, destination, dtype: str | None = None) -> None:
     import jax
 
     from jaxllm import checkpoint, hf
-    from jaxllm.config import dump, load_config, resolve_model_path
+    from jaxllm.config import dump, load_config
+    from jaxllm.hub import resolve_model_path
     from jaxllm.models import FAMILIES
     from jaxllm.sharding import MeshConfig, make_mesh
     from jaxllm.state import declare

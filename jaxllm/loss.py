@@ -55,7 +55,8 @@ def _forward(hidden, head, targets, weights, z_loss, chunk_size, compute, reduce
 def _backward(z_loss, chunk_size, compute, reduce, residuals, cotangents):
     d_hidden, d_head, like = residuals
     scale = cotangents[0]  # of the total; loss_sum and z_sum are for metrics
-    return (d_hidden * scale).astype(d_hidden.dtype), (d_head * scale).astype(like.dtype), None, None
+    scaled = lambda x, dtype: (x.astype(jnp.float32) * scale).astype(dtype)
+    return scaled(d_hidden, d_hidden.dtype), scaled(d_head, like.dtype), None, None
 
 
 _cross_entropy.defvjp(_forward, _backward)

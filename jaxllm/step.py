@@ -11,7 +11,8 @@ import optax
 
 from jaxllm import checkpoint, hf, optim
 from jaxllm import state as states
-from jaxllm.config import Config, resolve_model_path
+from jaxllm.config import Config
+from jaxllm.hub import resolve_model_path
 from jaxllm.loss import cross_entropy
 from jaxllm.models import FAMILIES
 from jaxllm.state import TrainState

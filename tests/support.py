@@ -81,8 +81,9 @@ def worst(got: dict, want: dict):
 
 @contextlib.contextmanager
 def native_stderr():
-    """Lines that native code (XLA) writes to file descriptor 2."""
+    """Lines that native code (XLA) writes to file descriptor 2; compiled anew, for a cached program would print nothing."""
     lines = []
+    jax.config.update("jax_enable_compilation_cache", False)
     with tempfile.TemporaryFile("w+", errors="replace") as file:
         saved = os.dup(2)
         os.dup2(file.fileno(), 2)
@@ -91,6 +92,7 @@ def native_stderr():
         finally:
             os.dup2(saved, 2)
             os.close(saved)
+            jax.config.update("jax_enable_compilation_cache", True)
             file.seek(0)
             lines += file.read().splitlines()
 

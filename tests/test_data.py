@@ -1,7 +1,7 @@
-"""What the data path promises: every token once, in an order that depends on (seed, step, row) alone, and no bad file passed over in silence.
+"""What the data path promises: every token once, in an order set by seed, step and row alone; no bad file unseen.
 
-Packing is tested on documents whose every token is unique, so that a row tells by itself which document each place came from; files,
-tokenizers and batches are tested on small real ones. No model is built here.
+Packing is tested on documents whose every token is unique, so that a row tells by itself which document each place came
+from; files, tokenizers and batches are tested on small real ones. No model is built here.
 """
 
 import collections
@@ -34,7 +34,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 few = settings(max_examples=25, deadline=None)
 
 
-# ---------------------------------------------------------------------------------------------------------------- packing
+# -------------------------------------------------------------------------------------------------------------- packing
 
 
 def numbered(lengths):
@@ -234,7 +234,7 @@ def test_a_cursor_beyond_its_document_is_refused():
         pipeline([5] * 4, global_batch_size=1, cursors=[[0.5, 0]])
 
 
-# ------------------------------------------------------------------------------------------------------------------ files
+# ---------------------------------------------------------------------------------------------------------------- files
 
 
 def lines(path, *records, end="\n"):
@@ -421,12 +421,13 @@ def test_sections_refuse_what_they_cannot_mean(section, options):
 
 
 def test_reading_the_config_sections_imports_no_data_library():
-    code = "import sys, jaxllm.data; print([m for m in ('grain', 'tokenizers', 'transformers', 'jax') if m in sys.modules])"
+    heavy = ("grain", "tokenizers", "transformers", "jax")
+    code = f"import sys, jaxllm.data; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.strip() == "[]"
 
 
-# -------------------------------------------------------------------------------------------------------------- tokenizers
+# ----------------------------------------------------------------------------------------------------------- tokenizers
 
 TEXTS = [
     "caf\u00e9 cafe\u0301",
@@ -527,7 +528,7 @@ def test_a_long_text_gets_the_ids_of_the_whole_text(small, monkeypatch):
 
 def test_ids_beyond_the_embedding_are_refused_with_both_numbers(small, tmp_path):
     cfg = config(tmp_path, DataConfig(tokenizer=str(small)), vocab_size=300)
-    with pytest.raises(UserError, match=r"model\.vocab_size: .*ids up to 399 .* 400 entries, .* 300 rows"):
+    with pytest.raises(UserError, match=r"model\.vocab_size: .*ends at id 399 .* 400 entries, .* 300 rows"):
         load_tokenizer(cfg)
     cfg.model.vocab_size = 512
     assert load_tokenizer(cfg).vocab_size == 400
@@ -559,7 +560,7 @@ def test_a_trained_tokenizer_is_found_again_and_never_replaced(tmp_path):
     assert sorted(os.listdir(tmp_path / "run")) == ["tokenizer"]
 
 
-# ----------------------------------------------------------------------------------------------------------------- batches
+# -------------------------------------------------------------------------------------------------------------- batches
 
 
 @pytest.fixture
@@ -704,8 +705,8 @@ jax.distributed.initialize(f"localhost:{port}", 2, process)
 from jaxllm.data import DataConfig, EvaluationConfig, make_batches
 from jaxllm.sharding import MeshConfig, make_mesh
 data = DataConfig(path=folder + "/d.jsonl", tokenizer="bpe:300", seq_len=32, global_batch_size=8, repeat=False)
-cfg = N(data=data, evaluation=EvaluationConfig(holdout=0.2), model=N(path=None, vocab_size=None), optimizer=N(num_microbatches=2), seed=0,
-        output_dir=folder + "/two")
+cfg = N(data=data, evaluation=EvaluationConfig(holdout=0.2), model=N(path=None, vocab_size=None), seed=0,
+        optimizer=N(num_microbatches=2), output_dir=folder + "/two")
 batches = make_batches(cfg, make_mesh(MeshConfig(data=1, sequence=4) if axis == "sequence" else MeshConfig(data=4)))
 shards, cursors = [], []
 for batch in batches:

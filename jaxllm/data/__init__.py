@@ -1,8 +1,9 @@
 """The way from files to rows of tokens: what a run trains on, in which order, and what it is measured on.
 
-`sources` finds documents, `render` turns them into tokens, targets and loss weights, `pipeline` packs them into rows lane by lane, `batch`
-puts rows on devices. This file holds only the two config sections, so that reading a config imports no tokenizer and no data library; the
-rest is reached on first use. Kinds other than text (chat, prompt, tokens) and formats other than plain text and JSON lines are not here yet.
+`sources` finds documents, `render` turns them into tokens, targets and loss weights, `pipeline` packs them into rows
+lane by lane, `batch` puts rows on devices. This file holds only the two config sections, so that reading a config
+imports no tokenizer and no data library; the rest is reached on first use. Kinds other than text (chat, prompt, tokens)
+and formats other than plain text and JSON lines are not here yet.
 """
 
 import importlib
@@ -28,25 +29,28 @@ class DataConfig(Section):
     """"text": every document is trained on from its first token to its last."""
 
     path: str | list[str] = pydantic.Field(default_factory=list)
-    """Files, folders or globs (`**` goes into subfolders); `{stdlib}` stands for the folder of Python's standard library. Relative paths start
-    at the working directory. Names ending in .jsonl, .ndjson or .json are read as one JSON object per line, all other files are one document
-    each, in UTF-8. A folder gives its .txt, .text, .md, .rst, .py and JSON lines files, subfolders included. Files are taken pattern by
-    pattern, sorted within each, and one that is reached twice is read once; hidden files and marker files (_SUCCESS) are passed over."""
+    """Files, folders or globs (`**` goes into subfolders); `{stdlib}` stands for the folder of Python's standard
+    library. Relative paths start at the working directory. Names ending in .jsonl, .ndjson or .json are read as one
+    JSON object per line, all other files are one document each, in UTF-8. A folder gives its .txt, .text, .md, .rst,
+    .py and JSON lines files, subfolders included. Files are taken pattern by pattern, sorted within each, and one that
+    is reached twice is read once; hidden files and marker files (_SUCCESS) are passed over."""
 
     exclude: list[str] = pydantic.Field(default_factory=list)
-    """Globs of files to leave out, matched with the path relative to the pattern's fixed folder; here `*` also crosses `/`."""
+    """Globs of files to leave out, matched with the path relative to the pattern's fixed folder; here `*` also crosses
+    `/`."""
 
     text_field: str = "text"
     """The field of a JSON object that holds the document."""
 
     on_bad: Literal["error", "skip", "replace"] = "error"
-    """What to do with a record that cannot be read (bytes that are no UTF-8, a malformed line, a missing or differently typed field, an
-    unreadable file). "error": stop before training, with file and line. "skip": leave it out and count it. "replace": as "error", but bytes
-    that are no UTF-8 become U+FFFD and are counted."""
+    """What to do with a record that cannot be read (bytes that are no UTF-8, a malformed line, a missing or differently
+    typed field, an unreadable file). "error": stop before training, with file and line. "skip": leave it out and count
+    it. "replace": as "error", but bytes that are no UTF-8 become U+FFFD and are counted."""
 
     tokenizer: str | None = None
-    """A folder with tokenizer.json, or such a file; "bpe:4096" trains a byte-level BPE of 4,096 entries on the training documents (on 32 million
-    characters of them at most) and keeps it in <output_dir>/tokenizer. Not set: the tokenizer in the folder of model.path."""
+    """A folder with tokenizer.json, or such a file; "bpe:4096" trains a byte-level BPE of 4,096 entries on the training
+    documents (on 32 million characters of them at most) and keeps it in <output_dir>/tokenizer. Not set: the tokenizer
+    in the folder of model.path."""
 
     add_bos: bool | None = None
     """Begin each document with the BOS token. Not set: exactly if the tokenizer itself does so."""
@@ -61,8 +65,9 @@ class DataConfig(Section):
     """Rows per optimizer step, over all devices and microbatches."""
 
     packing: Literal["concatenate", "none"] = "concatenate"
-    """"concatenate": documents follow each other until the row is full and the last one goes on in the next row. "none": one document, or one
-    piece of a longer one, per row; the rest is padding. No token is dropped by either, and documents never see each other."""
+    """"concatenate": documents follow each other until the row is full and the last one goes on in the next row.
+    "none": one document, or one piece of a longer one, per row; the rest is padding. No token is dropped by either, and
+    documents never see each other."""
 
     shuffle: bool = True
     """Draw a new order of the documents, by `seed`, in every epoch. False: the order of the files."""
@@ -87,17 +92,25 @@ class EvaluationConfig(Section):
     """Steps between evaluations; 0 = never."""
 
     path: str | list[str] | None = None
-    """Files to evaluate on, written as in data.path; data.exclude, data.text_field and data.on_bad hold for them too."""
+    """Files to evaluate on, written as in data.path; data.exclude, data.text_field and data.on_bad hold for them
+    too."""
 
     holdout: float = pydantic.Field(0.0, ge=0.0, lt=1.0)
-    """Share of the documents of data.path to evaluate on instead; they are never trained on, whether `every` is set or not. A document is
-    drawn by a hash of its file's relative path and its line, so adding files moves no other document from one side to the other."""
+    """Share of the documents of data.path to evaluate on instead; they are never trained on, whether `every` is set or
+    not. A document is drawn by a hash of its file's relative path and its line, so adding files moves no other document
+    from one side to the other."""
 
     batch_size: int = pydantic.Field(8, ge=1)
     """Rows per evaluation batch. With max_batches unset the result does not depend on it."""
 
     max_batches: int | None = pydantic.Field(None, ge=1)
     """Stop an evaluation after so many batches, always the same ones."""
+
+    prompt: str | None = None
+    """Text that the model continues before the first step and after the last, to be looked at."""
+
+    prompt_tokens: int = pydantic.Field(64, ge=1)
+    """Tokens of that continuation."""
 
     @pydantic.model_validator(mode="after")
     def _one_source(self) -> Self:

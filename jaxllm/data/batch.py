@@ -1,7 +1,9 @@
-"""Rows of numpy to a Batch on devices, and the two iterators that a run uses: training batches without end, evaluation batches that repeat.
+"""Rows of numpy to a Batch on devices, and the two iterators that a run uses: training batches without end, evaluation
+batches that repeat.
 
-This is where rows meet the mesh: which rows of the global batch a process needs, how they fold into microbatches, and (for a sequence axis
-longer than one) in which order the places of a row are laid out. Above it everything is numpy, below it everything is jax.Array.
+This is where rows meet the mesh: which rows of the global batch a process needs, how they fold into microbatches, and
+(for a sequence axis longer than one) in which order the places of a row are laid out. Above it everything is numpy,
+below it everything is jax.Array.
 """
 
 import dataclasses
@@ -26,8 +28,8 @@ class Batch:
     tokens, targets: i32; the target is the next token of the same document, also when that stands in a later row.
     positions: i32, from 0 in every document, and again from 0 in every piece of a document that is split.
     segment_ids: i32, documents of a row counted from 1; 0 = padding, and nothing else says padding.
-    k_start, k_end: i32; the query at this place sees the keys at [k_start, k_end) of its row, counted before any reordering for devices:
-        its own document up to itself. Both 0 for padding.
+    k_start, k_end: i32; the query at this place sees the keys at [k_start, k_end) of its row, counted before any
+        reordering for devices: its own document up to itself. Both 0 for padding.
     loss_weights: f32; 0 where there is no target (the last token of a document, padding), else 1.
     """
 
@@ -43,8 +45,8 @@ class Batch:
 def local_lanes(mesh, global_batch_size, num_microbatches):
     """Numbers of the global batch's rows that this process's devices hold, i64[n], ascending.
 
-    Row r belongs to microbatch r // (global_batch_size / num_microbatches), so a process holds the same block of every microbatch. Raises
-    UserError when the rows do not divide.
+    Row r belongs to microbatch r // (global_batch_size / num_microbatches), so a process holds the same block of every
+    microbatch. Raises UserError when the rows do not divide.
     """
     rows = _rows_per_microbatch(mesh, global_batch_size, num_microbatches)
     block = _local_rows(mesh, rows)
@@ -56,8 +58,9 @@ def _rows_per_microbatch(mesh, global_batch_size, num_microbatches):
     shards = _num_shards(mesh, 1)
     if rest or rows % shards:
         raise UserError(
-            f"data.global_batch_size: {global_batch_size} rows do not divide into optimizer.num_microbatches = {num_microbatches} times "
-            f"{shards} shares of the mesh's batch axes; choose a multiple of {num_microbatches * shards}"
+            f"data.global_batch_size: {global_batch_size} rows do not divide into "
+            f"optimizer.num_microbatches = {num_microbatches} times {shards} shares of the mesh's batch axes; "
+            f"choose a multiple of {num_microbatches * shards}"
         )
     return rows
 
@@ -82,7 +85,8 @@ def _local_rows(mesh, rows):
 def to_device(rows, num_microbatches, mesh, global_batch_size=None):
     """A Batch from rows of numpy [B_local, T]: the rows `local_lanes` names, in that order, by default the whole batch.
 
-    Not collective: each process puts the parts that its own devices need. Raises UserError when rows or places do not divide over the mesh.
+    Not collective: each process puts the parts that its own devices need. Raises UserError when rows or places do not
+    divide over the mesh.
     """
     num_local, seq_len = rows["tokens"].shape
     per_microbatch = _rows_per_microbatch(mesh, global_batch_size or num_local, num_microbatches)
@@ -90,7 +94,7 @@ def to_device(rows, num_microbatches, mesh, global_batch_size=None):
     _check_places(mesh, seq_len)
     if num_local != num_microbatches * len(local):
         raise ValueError(f"got {num_local} rows, this process holds {num_microbatches} x {len(local)}")
-    # The order of places over the sequence axis belongs here: one permutation of the last dimension, the same for every array.
+    # The order of places over the sequence axis belongs here: one permutation of the last dimension for all arrays.
     folded = {name: values.reshape(num_microbatches, len(local), seq_len) for name, values in rows.items()}
     sharding, shape = batch_sharding(mesh), (num_microbatches, per_microbatch, seq_len)
 
@@ -115,9 +119,9 @@ def _mesh(mesh):
 class Batches:
     """Iterator of training Batches. tokenizer, documents: what they are made with; summary, fingerprint: str.
 
-    cursors: i64[global_batch_size, 2], where all lanes stand after the last batch handed out (prefetched ones do not count). With several
-    processes reading it is collective: all must. It is the whole position of the data, and means the same as long as fingerprint, seed and the
-    section `data` are the same.
+    cursors: i64[global_batch_size, 2], where all lanes stand after the last batch handed out (prefetched ones do not
+    count). With several processes reading it is collective: all must. It is the whole position of the data, and means
+    the same as long as fingerprint, seed and the section `data` are the same.
     """
 
     def __init__(self, cfg, mesh=None, cursors=None):
@@ -127,8 +131,8 @@ class Batches:
         _check_places(self._mesh, cfg.data.seq_len)
         if cursors is not None and np.shape(cursors) != (self._size, 2):
             raise UserError(
-                f"data.global_batch_size: the position to go on from has {len(cursors)} rows, the config {self._size}; the order of the data "
-                "depends on this number, so go on with the same one"
+                f"data.global_batch_size: the position to go on from has {len(cursors)} rows, the config "
+                f"{self._size}; the order of the data depends on this number, so go on with the same one"
             )
         self.documents, _ = open_documents(cfg.data, cfg.evaluation)
         self.tokenizer = load_tokenizer(cfg, self.documents)
@@ -183,18 +187,19 @@ def _gather(values):
 def make_batches(cfg, mesh=None, cursors=None):
     """Training batches of a config, from the beginning or from `cursors` of an earlier iterator; see Batches.
 
-    mesh: by default that of `jax.set_mesh`. Files are read and checked, and the tokenizer is found or trained, before this returns; everything
-    that is wrong with them is a UserError here.
+    mesh: by default that of `jax.set_mesh`. Files are read and checked, and the tokenizer is found or trained, before
+    this returns; everything that is wrong with them is a UserError here.
     """
     return Batches(cfg, mesh, cursors)
 
 
 class EvaluationBatches:
-    """Iterable of Batches with one microbatch: all evaluation documents, every token once; iterating again gives the same again.
+    """Iterable of Batches with one microbatch: all evaluation documents, every token once; iterating again gives the
+    same again.
 
-    Documents are packed into rows in the order of the files, and rows into batches in the order of rows; the last batch is filled up with
-    rows of padding. So all batches have one shape, and sums over tokens do not depend on the batch size. Every process packs all rows and
-    takes its own.
+    Documents are packed into rows in the order of the files, and rows into batches in the order of rows; the last batch
+    is filled up with rows of padding. So all batches have one shape, and sums over tokens do not depend on the batch
+    size. Every process packs all rows and takes its own.
     """
 
     def __init__(self, cfg, mesh=None):
@@ -230,5 +235,6 @@ class EvaluationBatches:
 
 
 def make_eval_batches(cfg, mesh=None):
-    """The evaluation batches of a config, an iterable to go through again and again; see EvaluationBatches. mesh as in make_batches."""
+    """The evaluation batches of a config, an iterable to go through again and again; see EvaluationBatches. mesh as in
+    make_batches."""
     return EvaluationBatches(cfg, mesh)

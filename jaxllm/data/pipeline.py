@@ -1,15 +1,17 @@
 """Documents to rows of tokens, lane by lane.
 
-Row r of every batch is a *lane*: it is filled from its own stream, the documents at places r, r + B, r + 2B, ... of the global order, where B is
-the number of rows per step. The global order is a function of the seed alone (a new shuffle for every epoch, by grain, which computes any place
-of it directly), so what row r of step s holds is a function of (seed, s, r): not of how many processes, threads or devices there are. Where a
-lane stands is two integers, (document of its stream, token in that document), so the position of a whole run is an i64[B, 2] array, and
-resuming on other hardware is handing lanes to other processes.
+Row r of every batch is a *lane*: it is filled from its own stream, the documents at places r, r + B, r + 2B, ... of the
+global order, where B is the number of rows per step. The global order is a function of the seed alone (a new shuffle
+for every epoch, by grain, which computes any place of it directly), so what row r of step s holds is a function of
+(seed, s, r): not of how many processes, threads or devices there are. Where a lane stands is two integers, (document of
+its stream, token in that document), so the position of a whole run is an i64[B, 2] array, and resuming on other
+hardware is handing lanes to other processes.
 
-Packing is concatenate-and-split inside a lane. A document that does not fit goes on in the lane's next row as a piece of its own: segment and
-positions begin again, and it does not see what the earlier row held. Its targets were made before the split, so the last token of a piece is
-trained to predict the first of the next one, and every transition inside a document is trained exactly once. Best-fit packing, which splits
-less, is not here: it would need a look-ahead as part of the position.
+Packing is concatenate-and-split inside a lane. A document that does not fit goes on in the lane's next row as a piece
+of its own: segment and positions begin again, and it does not see what the earlier row held. Its targets were made
+before the split, so the last token of a piece is trained to predict the first of the next one, and every transition
+inside a document is trained exactly once. Best-fit packing, which splits less, is not here: it would need a look-ahead
+as part of the position.
 """
 
 import collections
@@ -27,7 +29,8 @@ LOOK_AHEAD_BYTES = 1 << 20
 
 
 def empty_rows(num_rows, seq_len):
-    """Rows of nothing but padding: i32[num_rows, seq_len] each, loss_weights f32; segment 0, weight 0, an empty interval of visible keys."""
+    """Rows of nothing but padding: i32[num_rows, seq_len] each, loss_weights f32; segment 0, weight 0, an empty
+    interval of visible keys."""
     names = ("tokens", "targets", "positions", "segment_ids", "k_start", "k_end")
     rows = {name: np.zeros((num_rows, seq_len), np.int32) for name in names}
     return rows | {"loss_weights": np.zeros((num_rows, seq_len), np.float32)}
@@ -113,8 +116,8 @@ class _Packer:
         for lane, document in zip(owners, rendered, strict=True):
             if not lane.documents and lane.offset > len(document.tokens):
                 raise UserError(
-                    f"data.path: the position to go on from is token {lane.offset} of a document that has {len(document.tokens)}; the documents "
-                    "or the tokenizer have changed"
+                    f"data.path: the position to go on from is token {lane.offset} of a document that has "
+                    f"{len(document.tokens)}; the documents or the tokenizer have changed"
                 )
             lane.documents.append(document)
             lane.num_empty = 0 if len(document.tokens) else lane.num_empty + 1
@@ -125,12 +128,15 @@ class _Packer:
 
 
 class Pipeline:
-    """Iterator of (rows, cursors): the training rows of some lanes, packed by a background thread while the last ones are being used.
+    """Iterator of (rows, cursors): the training rows of some lanes, packed by a background thread while the last ones
+    are being used.
 
-    documents: Documents, or anything with a length and texts by number. render: list of texts -> list of Rendered. config: DataConfig.
-    lanes: numbers of the rows of the global batch that are wanted here, by default all. cursors: i64[len(lanes), 2], where to begin; by
-    default at the start. rows: see `empty_rows`, one row per lane; cursors: where the lanes stand *after* these rows. Without config.repeat a
-    lane that has ended gives rows of padding, and the iterator ends when all of its lanes have.
+    documents: Documents, or anything with a length and texts by number. render: list of texts -> list of Rendered.
+    config: DataConfig.
+    lanes: numbers of the rows of the global batch that are wanted here, by default all. cursors: i64[len(lanes), 2],
+    where to begin; by default at the start. rows: see `empty_rows`, one row per lane; cursors: where the lanes stand
+    *after* these rows. Without config.repeat a lane that has ended gives rows of padding, and the iterator ends when
+    all of its lanes have.
 
     What goes wrong in the thread is raised here, as it is. `close()` ends the thread; so does dropping the iterator.
     """
@@ -139,8 +145,8 @@ class Pipeline:
         lanes = np.arange(config.global_batch_size) if lanes is None else np.asarray(lanes)
         if not config.repeat and len(documents) < config.global_batch_size:
             raise UserError(
-                f"data.global_batch_size: {len(documents)} documents cannot fill a batch of {config.global_batch_size} rows; lower it, or set "
-                "data.repeat = true"
+                f"data.global_batch_size: {len(documents)} documents cannot fill a batch of "
+                f"{config.global_batch_size} rows; lower it, or set data.repeat = true"
             )
         if not 0 <= seed < 2**32:
             raise UserError(f"seed: must be at least 0 and below 2**32, got {seed}")
@@ -165,7 +171,8 @@ class Pipeline:
         cursors = np.asarray(cursors)
         if cursors.shape != (len(self.lanes), 2) or not np.issubdtype(cursors.dtype, np.integer) or (cursors < 0).any():
             raise ValueError(
-                f"cursors must be non-negative integers [{len(self.lanes)}, 2], got {cursors.dtype}{list(cursors.shape)}"
+                f"cursors must be non-negative integers [{len(self.lanes)}, 2], "
+                f"got {cursors.dtype}{list(cursors.shape)}"
             )
         self.close()
         packer = _Packer(self.documents, self.render, self.config, self.seed, self.lanes, cursors)
@@ -187,7 +194,8 @@ class Pipeline:
 
 
 def _produce(items, out, stop):
-    """The thread: puts items into the queue, last of all the exception that ended them (StopIteration at their regular end)."""
+    """The thread: puts items into the queue, last of all the exception that ended them (StopIteration at their regular
+    end)."""
     while not stop.is_set():
         try:
             item = next(items)

@@ -1,11 +1,13 @@
 """Documents to tokens: which tokenizer, and what of a document is trained.
 
-A text document becomes [BOS] text [EOS] with exactly one BOS; its targets are its own tokens moved by one, made here on the whole document, so
-that nothing later (splitting, packing, sharding) can shift them again. Text that spells a special token stays text. Padding does not exist at
-this level, and later it is told by segment id alone: a tokenizer whose pad token is its EOS needs no special care.
+A text document becomes [BOS] text [EOS] with exactly one BOS; its targets are its own tokens moved by one, made here on
+the whole document, so that nothing later (splitting, packing, sharding) can shift them again. Text that spells a
+special token stays text. Padding does not exist at this level, and later it is told by segment id alone: a tokenizer
+whose pad token is its EOS needs no special care.
 
-The ids are those of the tokenizer's own tokenizer.json, with its truncation and padding switched off. transformers is not used: it would
-import a second to do the same. Tokenizers without a tokenizer.json (SentencePiece's tokenizer.model) are not read.
+The ids are those of the tokenizer's own tokenizer.json, with its truncation and padding switched off. transformers is
+not used: it would import a second to do the same. Tokenizers without a tokenizer.json (SentencePiece's tokenizer.model)
+are not read.
 """
 
 import dataclasses
@@ -20,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxllm.data.sources import open_documents
+from jaxllm.hub import resolve_model_path
 from jaxllm.section import UserError
 
 SPECIAL = {
@@ -33,7 +36,8 @@ CALL_CHARACTERS = 1 << 20  # the library needs about 100 bytes of memory per cha
 
 
 class Rendered(NamedTuple):
-    """One document: tokens, targets i32[n] (the next token) and loss_weights f32[n] (0 where there is no target to learn: the last place)."""
+    """One document: tokens, targets i32[n] (the next token) and loss_weights f32[n] (0 where there is no target to
+    learn: the last place)."""
 
     tokens: np.ndarray
     targets: np.ndarray
@@ -52,7 +56,8 @@ class Rendered(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer from disk. bos_id, eos_id: None if it has none. vocab_size: the largest id + 1. adds_bos: it does so by itself."""
+    """A tokenizer from disk. bos_id, eos_id: None if it has none. vocab_size: the largest id + 1. adds_bos: it does so
+    by itself."""
 
     folder: pathlib.Path
     bos_id: int | None
@@ -63,14 +68,15 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path, key="data.tokenizer"):
-        """From a folder that holds tokenizer.json, or from that file; BOS and EOS are named by tokenizer_config.json beside it."""
+        """From a folder that holds tokenizer.json, or from that file; BOS and EOS are named by tokenizer_config.json
+        beside it."""
         import tokenizers
 
         path = pathlib.Path(path).expanduser()
         file = path / "tokenizer.json" if path.is_dir() else path
         if not file.is_file():
             raise UserError(
-                f"{key}: no tokenizer.json at {path}; save one there with a transformers fast tokenizer's save_pretrained"
+                f"{key}: no tokenizer.json at {path}; save one there with save_pretrained of a transformers tokenizer"
             )
         try:
             library = tokenizers.Tokenizer.from_file(str(file))
@@ -89,7 +95,8 @@ class Tokenizer:
         return cls(file.parent, bos_id, eos_id, vocab_size, adds_bos, library)
 
     def encode_batch(self, texts):
-        """Token ids of each text, i32[n], without BOS and EOS; equal to the library's for the whole text, in bounded memory for a long one."""
+        """Token ids of each text, i32[n], without BOS and EOS; equal to the library's for the whole text, in bounded
+        memory for a long one."""
         out, group, characters = [None] * len(texts), [], 0
         for number, text in enumerate(texts):
             if len(text) > LONG:
@@ -127,10 +134,12 @@ class Tokenizer:
             out[number] = np.array(encoding.ids, np.int32)
 
     def _encode_long(self, text):
-        """Encodes overlapping chunks and joins two where both have the same tokens at the same places all around the middle of their overlap.
+        """Encodes overlapping chunks and joins two where both have the same tokens at the same places all around the
+        middle of their overlap.
 
-        Far from its ends a chunk is cut into the same tokens as the whole text, because pre-tokenization and merges are local; where the two
-        chunks disagree (a text that is one word without end), the whole text is encoded at once, at the library's price in memory.
+        Far from its ends a chunk is cut into the same tokens as the whole text, because pre-tokenization and merges are
+        local; where the two chunks disagree (a text that is one word without end), the whole text is encoded at once,
+        at the library's price in memory.
         """
         begins = range(0, len(text) - OVERLAP, CHUNK - OVERLAP)
         pieces, ids, places = [], None, None
@@ -168,18 +177,21 @@ def _special_id(library, name, field, file):
 
 
 def load_tokenizer(cfg, documents=None):
-    """The Tokenizer of a run: data.tokenizer, else that of model.path's folder; "bpe:N" is trained at the first call and found again later.
+    """The Tokenizer of a run: data.tokenizer, else that of model.path's folder; "bpe:N" is trained at the first call
+    and found again later.
 
-    documents: what to train it on, by default the run's training documents. With several processes every process must call it. Raises
-    UserError when there is no tokenizer or when it has ids that the model has no embedding for.
+    documents: what to train it on, by default the run's training documents. With several processes every process must
+    call it. Raises UserError when there is no tokenizer or when it has ids that the model has no embedding for.
     """
     wanted, key = cfg.data.tokenizer, "data.tokenizer"
     if wanted is None:
         wanted, key = cfg.model.path, "model.path"
         if wanted is None:
             raise UserError(
-                'data.tokenizer: is not set, and neither is model.path; name a tokenizer folder, or "bpe:4096" to train one'
+                'data.tokenizer: is not set, and neither is model.path; name a tokenizer folder, or "bpe:4096" to '
+                "train one"
             )
+        wanted = str(resolve_model_path(wanted, cfg.model.revision)[0])
     if wanted.startswith("bpe:"):
         documents = documents if documents is not None else open_documents(cfg.data, cfg.evaluation)[0]
         wanted = _trained(documents, int(wanted.removeprefix("bpe:")), pathlib.Path(cfg.output_dir) / "tokenizer")
@@ -188,8 +200,9 @@ def load_tokenizer(cfg, documents=None):
     if rows is not None and tokenizer.vocab_size > rows:
         last = tokenizer.library.id_to_token(tokenizer.vocab_size - 1)
         raise UserError(
-            f"model.vocab_size: the tokenizer in {tokenizer.folder} has ids up to {tokenizer.vocab_size - 1} ({last!r}), so {tokenizer.vocab_size} "
-            f"entries, but the embedding has {rows} rows; raise model.vocab_size or use the model's own tokenizer"
+            f"model.vocab_size: the tokenizer in {tokenizer.folder} ends at id {tokenizer.vocab_size - 1} ({last!r}), "
+            f"so {tokenizer.vocab_size} entries, but the embedding has {rows} rows; raise model.vocab_size or use the "
+            "model's own tokenizer"
         )
     return tokenizer
 
@@ -207,17 +220,18 @@ def _trained(documents, size, folder):
     made_by = folder / "recipe.json"
     if not made_by.is_file() or json.loads(made_by.read_text(encoding="utf-8")) != recipe:
         raise UserError(
-            f'data.tokenizer: {folder} holds a tokenizer of another size or of other documents than "bpe:{size}" would be trained on now; '
-            f"set data.tokenizer to that folder to go on with it, or choose another output_dir"
+            f'data.tokenizer: {folder} holds a tokenizer of another size or of other documents than "bpe:{size}" would '
+            f"be trained on now; set data.tokenizer to that folder to go on with it, or choose another output_dir"
         )
     return folder
 
 
 def train_tokenizer(documents, size, folder, recipe):
-    """Trains a byte-level BPE of `size` entries and writes a folder that transformers' AutoTokenizer opens, with the same ids plus BOS.
+    """Trains a byte-level BPE of `size` entries and writes a folder that transformers' AutoTokenizer opens, with the
+    same ids plus BOS.
 
-    Trained on all documents, or on a fixed random choice of them that holds TRAINING_CHARACTERS. A text always decodes to itself: all bytes
-    are in the vocabulary, and nothing is normalised.
+    Trained on all documents, or on a fixed random choice of them that holds TRAINING_CHARACTERS. A text always decodes
+    to itself: all bytes are in the vocabulary, and nothing is normalised.
     """
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, processors, trainers
@@ -264,7 +278,8 @@ def _sample(documents):
 
 
 class TextRenderer:
-    """Texts to Rendered documents, [BOS] text [EOS] as data.add_bos and data.add_eos say. `fingerprint` changes whenever the tokens would."""
+    """Texts to Rendered documents, [BOS] text [EOS] as data.add_bos and data.add_eos say. `fingerprint` changes
+    whenever the tokens would."""
 
     def __init__(self, tokenizer, data):
         add_bos = tokenizer.adds_bos if data.add_bos is None else data.add_bos
@@ -272,8 +287,8 @@ class TextRenderer:
             if wanted and token is None:
                 name = f"{key.removeprefix('add_')}_token"
                 raise UserError(
-                    f"data.{key}: the tokenizer in {tokenizer.folder} names no {name}; name one in its tokenizer_config.json or set "
-                    f"data.{key} = false"
+                    f"data.{key}: the tokenizer in {tokenizer.folder} names no {name}; name one in its "
+                    f"tokenizer_config.json or set data.{key} = false"
                 )
         self.tokenizer = tokenizer
         self.begin = np.array([tokenizer.bos_id] if add_bos else [], np.int32)

@@ -1,11 +1,13 @@
 """Files to documents: what a path names, which records it holds, and each record's text by number.
 
-One pass over the files at the start reads every record once. It finds what is wrong while a stop still costs nothing, notes where each record
-lies, and takes a fingerprint of the content; texts are then read again one by one, so memory holds 28 bytes per document and no text.
-The price is that the files are read once before the first step, on every process.
+One pass over the files at the start reads every record once. It finds what is wrong while a stop still costs nothing,
+notes where each record lies, and takes a fingerprint of the content; texts are then read again one by one, so memory
+holds 28 bytes per document and no text. The price is that the files are read once before the first step, on every
+process.
 
-Everything is UTF-8. An encoding declared inside a Python file is not honoured: two rules for one byte would depend on a file's name. Texts are
-taken as they are, line ends and Unicode forms included; only a byte order mark at the very beginning of a file is dropped.
+Everything is UTF-8. An encoding declared inside a Python file is not honoured: two rules for one byte would depend on a
+file's name. Texts are taken as they are, line ends and Unicode forms included; only a byte order mark at the very
+beginning of a file is dropped.
 """
 
 import array
@@ -38,7 +40,8 @@ class _Bad(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class File:
-    """A file to read: its path, and its name relative to the fixed part of the pattern that found it, which does not depend on the machine."""
+    """A file to read: its path, and its name relative to the fixed part of the pattern that found it, which does not
+    depend on the machine."""
 
     path: str
     relative: str
@@ -47,7 +50,8 @@ class File:
 def find_files(patterns, exclude=(), key="data.path"):
     """The files that `patterns` (see DataConfig.path) name, in the order in which they are read.
 
-    Returns (files: list[File], ignored: Counter of what was passed over). Raises UserError, naming `key`, for a pattern without a file.
+    Returns (files: list[File], ignored: Counter of what was passed over). Raises UserError, naming `key`, for a pattern
+    without a file.
     """
     patterns = [patterns] if isinstance(patterns, str) else list(patterns)
     if not patterns:
@@ -79,7 +83,8 @@ def find_files(patterns, exclude=(), key="data.path"):
 
 
 def _expand(pattern, ignored):
-    """(fixed folder, paths that begin with it) of one pattern, unsorted. Broken links stay in: the reader reports them as unreadable."""
+    """(fixed folder, paths that begin with it) of one pattern, unsorted. Broken links stay in: the reader reports them
+    as unreadable."""
     stdlib = sysconfig.get_path("stdlib")
     plain = str(pathlib.PurePath(os.path.expanduser(pattern.replace("{stdlib}", stdlib))))
     if os.path.isfile(plain):
@@ -107,7 +112,8 @@ def _is_marker(name):
 
 
 def _walk(folder):
-    """Every file under a folder that is neither hidden nor a marker; links to folders are followed, each real folder once."""
+    """Every file under a folder that is neither hidden nor a marker; links to folders are followed, each real folder
+    once."""
     visited = set()
     for root, folders, names in os.walk(folder, followlinks=True):
         root = "" if root == "." else root.removeprefix("." + os.sep)
@@ -121,10 +127,12 @@ def _walk(folder):
 
 
 class Documents:
-    """Documents by number: `len(documents)`, `documents[i]` is the text, in the order of the files and of the lines in them.
+    """Documents by number: `len(documents)`, `documents[i]` is the text, in the order of the files and of the lines in
+    them.
 
-    fingerprint: str, a hash of every file's relative name and content and of which of its records are meant: equal fingerprints mean the same
-    documents under the same numbers, on any machine. `summary()` says in one line what was found and what was left out, and why.
+    fingerprint: str, a hash of every file's relative name and content and of which of its records are meant: equal
+    fingerprints mean the same documents under the same numbers, on any machine. `summary()` says in one line what was
+    found and what was left out, and why.
     """
 
     def __init__(self, patterns, *, exclude=(), text_field="text", on_bad="error", key="data.path"):
@@ -163,7 +171,8 @@ class Documents:
             raise UserError(f"{self.key}: {where} has changed since the run began: {error}") from None
 
     def split(self, share):
-        """(training, held out): two disjoint Documents; a document is held out if the hash of its relative file name and line is below `share`."""
+        """(training, held out): two disjoint Documents; a document is held out if the hash of its relative file name
+        and line is below `share`."""
         limit, held = int(share * 2**64), np.zeros(len(self), bool)
         for number, (file, line) in enumerate(zip(self.file, self.line, strict=True)):
             name = f"{self.files[file].relative}\0{line}".encode("utf-8", "surrogateescape")
@@ -171,7 +180,8 @@ class Documents:
         for side, what in ((held, "no document out"), (~held, "every document out")):
             if not side.any():
                 raise UserError(
-                    f"evaluation.holdout: {share} holds {what} of {len(self)}; choose another share or set evaluation.path"
+                    f"evaluation.holdout: {share} holds {what} of {len(self)}; choose another share or set "
+                    "evaluation.path"
                 )
         return self._take(~held), self._take(held)
 
@@ -193,7 +203,8 @@ class Documents:
             return f"{number:,} {noun if number == 1 else noun + 's'}"
 
         parts = [
-            f"{count(len(self), 'record')} in {count(len(np.unique(self.file)), 'file')}, {self.size.sum() / 1e6:.1f} MB"
+            f"{count(len(self), 'record')} in {count(len(np.unique(self.file)), 'file')}, "
+            f"{self.size.sum() / 1e6:.1f} MB"
         ]
         left_out = [f"{number:,} {what}" for what, number in sorted(self.left_out.items()) if number]
         if left_out:
@@ -282,7 +293,8 @@ def _kind(value):
 
 
 def open_documents(data, evaluation=None):
-    """(training, evaluation) Documents of the sections DataConfig and EvaluationConfig; the second is None when nothing is to be evaluated on."""
+    """(training, evaluation) Documents of the sections DataConfig and EvaluationConfig; the second is None when nothing
+    is to be evaluated on."""
     options = {"exclude": data.exclude, "text_field": data.text_field, "on_bad": data.on_bad}
     training = Documents(data.path, **options)
     if evaluation is None or not (evaluation.path or evaluation.holdout):

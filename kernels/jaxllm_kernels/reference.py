@@ -15,7 +15,7 @@ def attention(q, k, v, k_start, k_end, *, scale=None):
     """
     groups = q.shape[2] // k.shape[2]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    wide = jnp.promote_types(q.dtype, jnp.float32)
+    wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     k, v = (jnp.repeat(a.astype(wide), groups, axis=2) for a in (k, v))
     scores = jnp.einsum("bthd,bshd->bhts", q.astype(wide), k) * scale
     index = jnp.arange(k.shape[1])[None, None, None, :]

@@ -1,0 +1,114 @@
+"""Attention against its contract in float64: every interval mask, odd lengths, grouped heads, both directions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import error, mesh, mesh_name, rows
+
+from jaxllm.attention import AttentionConfig
+from jaxllm.attention import attention as attention_over_mesh
+from jaxllm_kernels import BACKENDS, attention, reference
+
+
+def inputs(rng, B=2, length=96, H=4, K=2, D=16, dtype=np.float32, scale=1.0):
+    q = (rng.standard_normal((B, length, H, D)) * scale).astype(dtype)
+    k, v, weight = (rng.standard_normal((B, length, n, D)).astype(dtype) for n in (K, K, H))
+    packed = rows(num_rows=B, length=length, seed=1)
+    return q, k, v, packed["k_start"], packed["k_end"], weight
+
+
+def oracle(q, k, v, k_start, k_end, weight):
+    """out, lse and gradients of sum(out * weight), in float64 numpy, written independently of the package."""
+    q, k, v, weight = (x.astype(np.float64) for x in (q, k, v, weight))
+    groups, scale = q.shape[2] // k.shape[2], q.shape[3] ** -0.5
+    k_all, v_all = np.repeat(k, groups, 2), np.repeat(v, groups, 2)
+    scores = np.einsum("bthd,bshd->bhts", q, k_all) * scale
+    index = np.arange(k.shape[1])
+    seen = ((index >= k_start[..., None]) & (index < k_end[..., None]))[:, None]
+    peak = np.where(seen, scores, -np.inf).max(-1, keepdims=True)
+    p = np.where(seen, np.exp(np.where(seen, scores, 0) - np.where(np.isfinite(peak), peak, 0)), 0.0)
+    total = p.sum(-1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        lse = (np.log(total) + np.where(np.isfinite(peak), peak, 0))[..., 0]
+    p = p / np.where(total > 0, total, 1)
+    out = np.einsum("bhts,bshd->bthd", p, v_all)
+    dp = np.einsum("bthd,bshd->bhts", weight, v_all)
+    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * scale
+    fold = lambda x: x.reshape(*x.shape[:2], k.shape[2], groups, x.shape[3]).sum(3)
+    dq, dk = np.einsum("bhts,bshd->bthd", ds, k_all), fold(np.einsum("bhts,bthd->bshd", ds, q))
+    return out, lse, dq, dk, fold(np.einsum("bhts,bthd->bshd", p, weight))
+
+
+def run(backend, aligned, q, k, v, k_start, k_end, weight):
+    out, lse = jax.jit(lambda *a: BACKENDS[backend].forward(*a, aligned=aligned))(q, k, v, k_start, k_end)
+    total = lambda q, k, v: jnp.sum(attention(q, k, v, k_start, k_end, backend, aligned) * weight)
+    return out, lse, *jax.jit(jax.grad(total, (0, 1, 2)))(q, k, v)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "any"])
+@pytest.mark.parametrize("shape", [dict(), dict(H=4, K=4), dict(H=4, K=1), dict(length=7), dict(B=1, length=1501, H=2, K=1)], ids=str)
+def test_outputs_and_gradients_equal_the_float64_oracle(rng, backend, aligned, shape):
+    given = inputs(rng, **shape)
+    for name, got, want in zip(("out", "lse", "dq", "dk", "dv"), run(backend, aligned, *given), oracle(*given), strict=True):
+        finite = np.isfinite(want)
+        assert np.array_equal(finite, np.isfinite(got)), name
+        assert error(np.where(finite, got, 0), np.where(finite, want, 0)) < 2e-6, name
+
+
+def test_the_reference_is_what_the_oracle_says(rng):
+    given = inputs(rng)
+    out, lse = reference.attention(*given[:5])
+    want_out, want_lse, *_ = oracle(*given)
+    assert error(out, want_out) < 1e-6
+    assert np.array_equal(np.isinf(want_lse), np.isinf(lse))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_query_that_sees_nothing_gets_zero_and_gives_no_gradient(rng, backend):
+    q, k, v, _, _, weight = inputs(rng)
+    empty = np.zeros(q.shape[:2], np.int32)
+    out, lse, *grads = run(backend, True, q, k, v, empty, empty, weight)
+    assert not np.any(out) and np.all(np.asarray(lse) == -np.inf) and not any(np.any(g) for g in grads)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_masked_keys_lose_against_the_lowest_genuine_logits(rng, backend):
+    q, k, v, _, _, weight = inputs(rng, length=8)
+    k = np.broadcast_to(-1e4 * q[:, :, :1] / np.linalg.norm(q[:, :, :1], axis=-1, keepdims=True), k.shape).astype(np.float32)
+    k_start, k_end = np.zeros((2, 8), np.int32), np.broadcast_to(np.arange(1, 9, dtype=np.int32), (2, 8))
+    out, *_ = run(backend, True, q, k, v, k_start, k_end, weight)
+    assert error(out, oracle(q, k, v, k_start, k_end, weight)[0]) < 1e-4
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bfloat16_stays_within_twice_the_error_of_the_reference_in_bfloat16(rng, backend):
+    given = inputs(rng, length=256)
+    half = tuple(x.astype(jnp.bfloat16) if x.dtype == np.float32 else x for x in given)
+    total = lambda q, k, v: jnp.sum(reference.attention(q, k, v, *given[3:5])[0].astype(jnp.float32) * given[5])
+    same_dtype = (reference.attention(*half[:5])[0], *jax.grad(total, (0, 1, 2))(*half[:3]))
+    total = lambda q, k, v: jnp.sum(attention(q, k, v, *given[3:5], backend, True).astype(jnp.float32) * given[5])
+    got = (attention(*half[:5], backend, True), *jax.grad(total, (0, 1, 2))(*half[:3]))
+    want = oracle(*(np.asarray(x, np.float32) if x.ndim == 4 else x for x in half[:5]), given[5])
+    for name, ours, theirs, exact in zip(("out", "dq", "dk", "dv"), got, same_dtype, (want[0], *want[2:]), strict=True):
+        bound = max(error(np.asarray(theirs, np.float32), exact), 2**-9)  # one rounding to bfloat16 is always allowed
+        assert error(np.asarray(ours, np.float32), exact) < 2 * bound, name
+
+
+def test_nothing_of_size_queries_times_keys_is_made(rng):
+    q, k, v, k_start, k_end, weight = inputs(rng, B=1, length=1024, H=2, K=1)
+    total = lambda q, k, v: jnp.sum(attention(q, k, v, k_start, k_end, "xla", True) * weight)
+    text = str(jax.make_jaxpr(jax.grad(total, (0, 1, 2)))(q, k, v))
+    assert "1024,1024]" not in text and "2048,1024]" not in text
+
+
+@pytest.mark.parametrize("sizes", [dict(data=2), dict(sequence=2), dict(data=2, sequence=4), dict(expert=2, sequence=2, replica=2)], ids=mesh_name)
+def test_attention_does_not_depend_on_the_mesh(rng, sizes):
+    q, k, v, k_start, k_end, weight = inputs(rng, B=4)
+    total = lambda q, k, v: jnp.sum(attention_over_mesh(q, k, v, k_start, k_end, AttentionConfig()) * weight)
+    with jax.set_mesh(mesh(**sizes)):
+        got = jax.jit(jax.value_and_grad(total, (0, 1, 2)))(q, k, v)
+    want = oracle(q, k, v, k_start, k_end, weight)
+    for ours, exact in zip(got[1], want[2:], strict=True):
+        assert error(ours, exact) < 2e-6
