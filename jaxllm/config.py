@@ -276,6 +276,18 @@ def _conflicts(config: Config, num_devices: int | None) -> list[str]:
     rows = {f"mesh.{axis}": sizes[axis] for axis in BATCH if sizes[axis] != -1}
     microbatches = {"optimizer.num_microbatches": config.optimizer.num_microbatches}
     conflicts += _not_a_multiple("data.global_batch_size", config.data.global_batch_size, rows | microbatches)
+    if num_devices is not None and config.data.seq_len > config.model.max_position_embeddings:
+        conflicts.append(
+            f"data.seq_len: {config.data.seq_len} tokens are more than model.max_position_embeddings = "
+            f"{config.model.max_position_embeddings}, for which the model's positions are meant; shorten the rows, or "
+            "raise model.max_position_embeddings together with scaled model.rope_parameters"
+        )
+    size = (config.data.tokenizer or "").removeprefix("bpe:")
+    if size != config.data.tokenizer and size.isdecimal() and int(size) > config.model.vocab_size:
+        conflicts.append(
+            f"model.vocab_size: {config.model.vocab_size} rows of the embedding are too few for the {size} entries of "
+            f"data.tokenizer = {config.data.tokenizer!r}; make them equal"
+        )
     if config.evaluation.every:
         conflicts += _not_a_multiple("evaluation.batch_size", config.evaluation.batch_size, rows)
     return conflicts

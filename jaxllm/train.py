@@ -8,8 +8,10 @@ Exit codes: 0 done, 1 fault, 2 bad input, 3 diverged, 4 interrupted with a check
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import pathlib
+import shutil
 import signal
 import sys
 import traceback
@@ -62,17 +64,22 @@ def train(cfg) -> int:
     )
     output, text = pathlib.Path(cfg.output_dir), config.dump(cfg)
     first = jax.process_index() == 0
-    start = starting_step(cfg)
-    if start == cfg.steps:
-        print(
-            f"{output}: the checkpoint is at step {start} and steps = {cfg.steps}: nothing to do; raise steps, or use another output_dir"
-        )
-        return DONE
     with contextlib.ExitStack() as stack:
         if first:
+            if not output.exists():
+                stack.callback(remove_untouched, output)
             stack.enter_context(checkpoint.lock(output))
-            if cfg.checkpoint.overwrite and start is None:
-                checkpoint.erase(output)
+        start = starting_step(cfg)
+        if start == cfg.steps:
+            print(
+                f"{output}: the checkpoint is at step {start} and steps = {cfg.steps}: nothing to do; raise steps, or use another output_dir",
+                flush=True,
+            )
+            return DONE
+        if first and cfg.checkpoint.overwrite:
+            checkpoint.erase(output)
+            if (output / "tokenizer" / "recipe.json").is_file():  # trained for the run that is given up
+                shutil.rmtree(output / "tokenizer")
         interruption = stack.enter_context(Interruption())
         checkpoints = stack.enter_context(checkpoint.Checkpoints(output / checkpoint.FOLDER, cfg.checkpoint))
         mesh = sharding.make_mesh(cfg.mesh)
@@ -296,6 +303,16 @@ def starting_step(cfg) -> int | None:
     return step
 
 
+def remove_untouched(output: pathlib.Path) -> None:
+    """Removes a folder that this run made and then had no use for."""
+    with contextlib.suppress(OSError):
+        if {path.name for path in output.iterdir()} <= {".lock", "checkpoints"}:
+            (output / ".lock").unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                (output / "checkpoints").rmdir()
+            output.rmdir()
+
+
 def memory_estimate(abstract) -> str:
     """Parameters, and bytes at rest on each device."""
     import jax
@@ -345,6 +362,14 @@ def guarded(function, *args) -> int:
         return FAULT
 
 
+def choose_platform() -> None:
+    """Keeps jax from trying (and complaining about) the CUDA plugin on a machine without an NVIDIA driver, where it is installed for
+    `jaxllm.plan` alone. JAX_PLATFORMS, when set, decides."""
+    driver = any(os.path.exists(f"/dev/{name}") for name in ("nvidiactl", "dxg"))  # dxg: Windows' subsystem for Linux
+    if not driver and importlib.util.find_spec("jax_cuda13_plugin"):
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
 def main(arguments=None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m jaxllm.train", description="Train, fine-tune, or go on with a run."
@@ -355,6 +380,7 @@ def main(arguments=None) -> int:
         "--print-config", action="store_true", help="print the resolved config, with the source of each value, and stop"
     )
     options = parser.parse_intermixed_args(arguments)
+    choose_platform()
 
     def run() -> int:
         from jaxllm import config

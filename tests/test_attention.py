@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import error, mesh, mesh_name, rows
 
 from jaxllm.attention import AttentionConfig
 from jaxllm.attention import attention as attention_over_mesh
 from jaxllm_kernels import BACKENDS, attention, reference
+from support import error, mesh, mesh_name, rows
 
 
 def inputs(rng, B=2, length=96, H=4, K=2, D=16, dtype=np.float32, scale=1.0):
@@ -48,10 +48,14 @@ def run(backend, aligned, q, k, v, k_start, k_end, weight):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "any"])
-@pytest.mark.parametrize("shape", [dict(), dict(H=4, K=4), dict(H=4, K=1), dict(length=7), dict(B=1, length=1501, H=2, K=1)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [dict(), dict(H=4, K=4), dict(H=4, K=1), dict(length=7), dict(B=1, length=1501, H=2, K=1)], ids=str
+)
 def test_outputs_and_gradients_equal_the_float64_oracle(rng, backend, aligned, shape):
     given = inputs(rng, **shape)
-    for name, got, want in zip(("out", "lse", "dq", "dk", "dv"), run(backend, aligned, *given), oracle(*given), strict=True):
+    for name, got, want in zip(
+        ("out", "lse", "dq", "dk", "dv"), run(backend, aligned, *given), oracle(*given), strict=True
+    ):
         finite = np.isfinite(want)
         assert np.array_equal(finite, np.isfinite(got)), name
         assert error(np.where(finite, got, 0), np.where(finite, want, 0)) < 2e-6, name
@@ -76,7 +80,9 @@ def test_a_query_that_sees_nothing_gets_zero_and_gives_no_gradient(rng, backend)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_masked_keys_lose_against_the_lowest_genuine_logits(rng, backend):
     q, k, v, _, _, weight = inputs(rng, length=8)
-    k = np.broadcast_to(-1e4 * q[:, :, :1] / np.linalg.norm(q[:, :, :1], axis=-1, keepdims=True), k.shape).astype(np.float32)
+    k = np.broadcast_to(-1e4 * q[:, :, :1] / np.linalg.norm(q[:, :, :1], axis=-1, keepdims=True), k.shape).astype(
+        np.float32
+    )
     k_start, k_end = np.zeros((2, 8), np.int32), np.broadcast_to(np.arange(1, 9, dtype=np.int32), (2, 8))
     out, *_ = run(backend, True, q, k, v, k_start, k_end, weight)
     assert error(out, oracle(q, k, v, k_start, k_end, weight)[0]) < 1e-4
@@ -103,7 +109,11 @@ def test_nothing_of_size_queries_times_keys_is_made(rng):
     assert "1024,1024]" not in text and "2048,1024]" not in text
 
 
-@pytest.mark.parametrize("sizes", [dict(data=2), dict(sequence=2), dict(data=2, sequence=4), dict(expert=2, sequence=2, replica=2)], ids=mesh_name)
+@pytest.mark.parametrize(
+    "sizes",
+    [dict(data=2), dict(sequence=2), dict(data=2, sequence=4), dict(expert=2, sequence=2, replica=2)],
+    ids=mesh_name,
+)
 def test_attention_does_not_depend_on_the_mesh(rng, sizes):
     q, k, v, k_start, k_end, weight = inputs(rng, B=4)
     total = lambda q, k, v: jnp.sum(attention_over_mesh(q, k, v, k_start, k_end, AttentionConfig()) * weight)

@@ -14,7 +14,19 @@ FLOORS = [
     {"linear", "attention"},
     {"layers"},
     {"models", "models.decoder", "models.llama"},
-    {"state", "loss", "optim", "data", "data.sources", "data.render", "data.pipeline", "data.batch", "checkpoint", "hf", "metrics"},
+    {
+        "state",
+        "loss",
+        "optim",
+        "data",
+        "data.sources",
+        "data.render",
+        "data.pipeline",
+        "data.batch",
+        "checkpoint",
+        "hf",
+        "metrics",
+    },
     {"config"},
     {"step"},
     {"generate", "plan", "convert"},
@@ -55,14 +67,18 @@ def test_imports_go_down(name, path):
         if target.startswith("jaxllm.") and target.removeprefix("jaxllm.") in FLOOR:
             other = target.removeprefix("jaxllm.")
             if other.split(".")[0] != package:
-                assert FLOOR[other] < FLOOR[name], f"{name} (floor {FLOOR[name]}) imports {other} (floor {FLOOR[other]})"
+                assert FLOOR[other] < FLOOR[name], (
+                    f"{name} (floor {FLOOR[name]}) imports {other} (floor {FLOOR[other]})"
+                )
 
 
 def test_the_kernels_know_no_jaxllm_and_no_flax():
     for path in (ROOT / "kernels").rglob("*.py"):
         for target in imported(path):
             assert target.split(".")[0] not in ("jaxllm", "flax", "pydantic"), f"{path.name} imports {target}"
-    assert not (ROOT / "kernels" / "__init__.py").exists(), "a package called `kernels` shadows the one that transformers looks for"
+    assert not (ROOT / "kernels" / "__init__.py").exists(), (
+        "a package called `kernels` shadows the one that transformers looks for"
+    )
 
 
 def run(code, cwd=ROOT):
@@ -70,13 +86,13 @@ def run(code, cwd=ROOT):
 
 
 def test_importing_jaxllm_loads_nothing_heavy():
-    heavy = "grain orbax transformers tokenizers torch jax_triton tensorboardX jax flax".split()
+    heavy = ["grain", "orbax", "transformers", "tokenizers", "torch", "jax_triton", "tensorboardX", "jax", "flax"]
     done = run(f"import sys, jaxllm; print([m for m in {heavy!r} if m in sys.modules])")
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
 def test_a_state_and_a_step_need_no_data_or_tokenizer_library():
-    heavy = "grain transformers tokenizers torch tensorboardX".split()
+    heavy = ["grain", "transformers", "tokenizers", "torch", "tensorboardX"]
     code = f"import sys, jaxllm; jaxllm.init_state, jaxllm.load_config, jaxllm.Batch; print([m for m in {heavy!r} if m in sys.modules])"
     done = run(code)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import error, mesh, mesh_name
 
 from jaxllm.loss import LossConfig, cross_entropy
+from support import error, mesh, mesh_name
 
 B, T, E, V = 8, 16, 32, 96
 
@@ -53,7 +53,9 @@ def test_loss_and_gradients_equal_float64_whatever_the_chunk(rng, chunk, z_loss)
     assert error(d_hidden, want[2]) < 1e-6 and error(d_head, want[3]) < 1e-6
 
 
-@pytest.mark.parametrize("sizes", [dict(data=8), dict(replica=2, data=2, sequence=2), dict(sequence=4, expert=2)], ids=mesh_name)
+@pytest.mark.parametrize(
+    "sizes", [dict(data=8), dict(replica=2, data=2, sequence=2), dict(sequence=4, expert=2)], ids=mesh_name
+)
 def test_the_mesh_changes_nothing(rng, sizes):
     given = case(rng)
     with jax.set_mesh(mesh(**sizes)):
@@ -82,7 +84,9 @@ def test_log_softmax_is_float32_under_bfloat16_compute(rng):
     hidden, head, targets, weights = case(rng)
     rounded = lambda x: np.asarray(jnp.asarray(x).astype(jnp.bfloat16).astype(jnp.float32))
     want = oracle(rounded(hidden), rounded(head), targets, weights, 0.0)
-    _, loss_sum, _, d_hidden, d_head = run(LossConfig(), jnp.asarray(hidden, jnp.bfloat16), head, targets, weights, "bfloat16")
+    _, loss_sum, _, d_hidden, d_head = run(
+        LossConfig(), jnp.asarray(hidden, jnp.bfloat16), head, targets, weights, "bfloat16"
+    )
     assert abs(float(loss_sum) - want[0]) / weights.sum() < 1e-4  # products of bfloat16 are exact in float32
     assert error(np.asarray(d_hidden, np.float32), want[2]) < 2**-7 and error(d_head, want[3]) < 2**-7
 

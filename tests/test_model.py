@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import VOCAB, T, error, hugging_face, mesh, numpy_tree, ours, rows, tiny, worst
 
 from jaxllm import config, hf, layers, step
 from jaxllm import state as states
 from jaxllm.data.batch import to_device
 from jaxllm.models import llama
 from jaxllm.section import UserError
+from support import VOCAB, T, error, hugging_face, mesh, numpy_tree, ours, rows, tiny, worst
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
 

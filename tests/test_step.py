@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import batch_on, error, mesh, mesh_name, native_stderr, numpy_tree, rows, tiny, worst
 
 from jaxllm import sharding, step
 from jaxllm import state as states
 from jaxllm.data.batch import to_device
 from jaxllm.models.decoder import REMAT
+from support import batch_on, error, mesh, mesh_name, native_stderr, numpy_tree, rows, tiny, worst
 
 MESHES = [
     dict(data=2), dict(data=4), dict(data=8), dict(replica=2), dict(replica=2, data=2), dict(replica=2, data=4), dict(replica=4, data=2),
@@ -56,7 +56,9 @@ def test_everything_rests_split_over_data_sequence_and_expert(sizes):
 @pytest.mark.parametrize("pieces", [2, 4, 8])
 def test_loss_gradients_and_update_are_independent_of_num_microbatches(pieces, alone):
     packed = rows(empty=(6, 7))  # with 4 pieces the last one is fully masked
-    cfg = tiny("optimizer.kind=sgd", "optimizer.learning_rate=1.0", "optimizer.schedule=constant", "optimizer.weight_decay=0.0")
+    cfg = tiny(
+        "optimizer.kind=sgd", "optimizer.learning_rate=1.0", "optimizer.schedule=constant", "optimizer.weight_decay=0.0"
+    )
     want_loss, want = gradients(cfg, mesh(), packed)
     loss, grads = gradients(cfg, mesh(), packed, pieces)
     assert abs(loss / want_loss - 1) < 1e-6
@@ -84,7 +86,9 @@ def test_each_rematerialisation_policy_holds_less_than_the_one_before():
             cfg = tiny(f"model.remat={policy}", "model.num_hidden_layers=8", "data.seq_len=256")
             graphdef, state = step.abstract_state(cfg)
             batch = batch_on(mesh(), length=256)
-            compiled = jax.jit(lambda p, b, g=graphdef, c=cfg: step.gradients(g, p, b, c)).lower(state.params, batch).compile()
+            compiled = (
+                jax.jit(lambda p, b, g=graphdef, c=cfg: step.gradients(g, p, b, c)).lower(state.params, batch).compile()
+            )
             size[policy] = compiled.memory_analysis().temp_size_in_bytes
     assert size["none"] > size["dots"] > size["attention"] > size["full"], size
 
@@ -148,7 +152,9 @@ def test_evaluation_sums_do_not_depend_on_how_rows_are_batched():
         graphdef, state = step.init_state(cfg)
         run = step.make_eval_step(graphdef, cfg)
         whole = run(state, to_device(packed, 1, mesh()))
-        halves = [run(state, to_device({k: v[s] for k, v in packed.items()}, 1, mesh())) for s in (slice(0, 4), slice(4, 8))]
+        halves = [
+            run(state, to_device({k: v[s] for k, v in packed.items()}, 1, mesh())) for s in (slice(0, 4), slice(4, 8))
+        ]
     for name in ("loss_sum", "weight_sum"):
         assert sum(float(h[name]) for h in halves) == pytest.approx(float(whole[name]), rel=1e-6)
 

@@ -60,9 +60,10 @@ _HF_DEFAULTS = {
 }  # fmt: skip
 # Fields without influence on the training maths, and fields that are accepted with their neutral value alone.
 _IGNORED = {
-    "architectures", "model_type", "dtype", "torch_dtype", "use_cache", "transformers_version", "_name_or_path", "return_dict",
-    "output_attentions", "output_hidden_states", "chunk_size_feed_forward", "is_encoder_decoder", "problem_type", "id2label", "label2id",
-    "is_llama_config", "rope_interleaved", "transformers.js_config", "unsloth_version", "unsloth_fixed", "task_specific_params",
+    "architectures", "model_type", "dtype", "torch_dtype", "use_cache", "transformers_version", "return_dict", "output_attentions",
+    "output_hidden_states", "is_decoder", "is_encoder_decoder", "problem_type", "id2label", "label2id", "is_llama_config", "task_specific_params",
+    "transformers.js_config", "unsloth_version", "unsloth_fixed", "unk_token_id", "sep_token_id", "cls_token_id", "mask_token_id",
+    "decoder_start_token_id", "tokenizer_class", "finetuning_task", "prefix", "torchscript", "use_bfloat16", "chunk_size_feed_forward",
 }  # fmt: skip
 _NEUTRAL = {
     "pretraining_tp": (1, None),
@@ -100,7 +101,7 @@ def config_from_hf(hf: dict) -> dict:
         "rope_parameters",
         "original_max_position_embeddings",
     }
-    if unknown := sorted(key for key in set(hf) - known if hf[key] is not None):
+    if unknown := sorted(key for key in set(hf) - known if hf[key] is not None and not key.startswith("_")):
         raise UserError(
             f"config.json: {', '.join(f'{key} = {hf[key]!r}' for key in unknown)}: unknown to jaxllm for model_type 'llama'. If it does not "
             "change the model's maths, remove it from config.json; if it does, this model is not supported."

@@ -1,0 +1,417 @@
+"""`python -m jaxllm.train` as a user runs it: trains, stops, goes on, exports, and refuses what cannot work."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A folder of small texts that repeat themselves, so that a tiny model learns something in a few steps."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for n in range(60):
+        words = [f"item {i % (n % 7 + 2)} of list {n}." for i in range(10 + n)]
+        (folder / f"{n:03}.txt").write_text(" ".join(words), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def config_file(corpus, tmp_path_factory):
+    file = tmp_path_factory.mktemp("config") / "tiny.toml"
+    file.write_text(
+        f"""
+output_dir = "unset"
+steps = 10
+[model]
+vocab_size = 300
+hidden_size = 64
+intermediate_size = 96
+num_hidden_layers = 2
+num_attention_heads = 4
+num_key_value_heads = 2
+max_position_embeddings = 64
+[precision]
+compute = "float32"
+[optimizer]
+learning_rate = 1e-2
+warmup_steps = 2
+[data]
+path = "{corpus}"
+tokenizer = "bpe:300"
+seq_len = 64
+global_batch_size = 8
+[checkpoint]
+every = 5
+[logging]
+every = 1
+progress = "lines"
+""",
+        encoding="utf-8",
+    )
+    return file
+
+
+def command(config_file, output, *overrides, module="jaxllm.train"):
+    return [sys.executable, "-m", module, "--config", str(config_file), f"output_dir={output}", *overrides]
+
+
+def environment(devices=1):
+    return {
+        **os.environ,
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "PYTHONPATH": str(ROOT),
+        "JAX_COMPILATION_CACHE_DIR": os.environ["JAXLLM_TEST_CACHE"],
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+    }
+
+
+def run(config_file, output, *overrides, devices=1, code=0, before=()):
+    done = subprocess.run(
+        [*before, *command(config_file, output, *overrides)],
+        capture_output=True,
+        text=True,
+        env=environment(devices),
+        timeout=300,
+    )
+    assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def metrics(output):
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return {line["step"]: line for line in lines if "loss" in line}
+
+
+def saved_parameters(output):
+    from jaxllm import checkpoint
+
+    return checkpoint.load_params(output)[0]
+
+
+@pytest.fixture(scope="module")
+def straight(config_file, tmp_path_factory):
+    """The undisturbed run of 10 steps on 8 devices."""
+    output = tmp_path_factory.mktemp("straight") / "run"
+    run(config_file, output, "steps=10", devices=8)
+    return output
+
+
+def test_a_run_learns_and_leaves_what_the_readme_says(config_file, tmp_path):
+    output = tmp_path / "run"
+    text = run(
+        config_file,
+        output,
+        "steps=40",
+        "evaluation.every=20",
+        "evaluation.holdout=0.1",
+        "evaluation.prompt=item",
+        'checkpoint.export="float32"',
+    )
+    rows = metrics(output)
+    assert list(rows) == list(range(1, 41))
+    assert {"loss", "learning_rate", "grad_norm", "tokens", "memory"} <= rows[40].keys() and "mfu" not in rows[40]
+    assert rows[40]["tokens_per_second"] * rows[40]["step_time"] == pytest.approx(8 * 64, rel=1e-6)
+    evaluations = [
+        json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines() if "eval_loss" in line
+    ]
+    assert [e["step"] for e in evaluations] == [0, 20, 40]
+    assert evaluations[0]["eval_loss"] == pytest.approx(np.log(300), rel=0.02)
+    assert evaluations[-1]["eval_loss"] < 0.6 * evaluations[0]["eval_loss"]
+    assert text.index("compiling the training step ...") < text.index("step 1/40")
+    assert "sample before training" in text and "sample after training" in text and "left" in text
+    names = {p.name for p in output.iterdir()}
+    assert {"config.toml", "metrics.jsonl", "checkpoints", "export", "tokenizer"} <= names
+
+
+def test_stop_and_resume_is_bitwise_on_the_same_mesh(config_file, straight, tmp_path):
+    output = tmp_path / "run"
+    run(config_file, output, "steps=10", "checkpoint.every=3", "optimizer.max_bad_steps=2", devices=8)
+    for name, value in saved_parameters(straight).items():
+        assert np.array_equal(saved_parameters(output)[name], value), f"two straight runs differ in {name}"
+    stopped = tmp_path / "stopped"
+    # the schedule belongs to 10 steps, so the run is stopped and not made shorter
+    process = subprocess.Popen(
+        command(config_file, stopped, "steps=10"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(8),
+    )
+    seen = ""
+    for line in process.stdout:
+        seen += line
+        if line.startswith("step 3/10"):
+            process.send_signal(signal.SIGINT)
+            break
+    seen += process.stdout.read()
+    assert process.wait(timeout=120) == 4, seen
+    assert "the same command goes on" in seen.splitlines()[-1]
+    done = int(re.search(r"at step (\d+)", seen.splitlines()[-1])[1])
+    assert 3 <= done < 10
+    assert f"resuming from step {done}" in run(config_file, stopped, "steps=10", devices=8)
+    want, got = saved_parameters(straight), saved_parameters(stopped)
+    assert all(np.array_equal(got[name], want[name]) for name in want)
+    assert {s: r["loss"] for s, r in metrics(stopped).items()} == {s: r["loss"] for s, r in metrics(straight).items()}
+
+
+def test_resume_on_other_meshes_agrees(config_file, straight, tmp_path):
+    output = tmp_path / "run"
+    common = ("steps=10", "checkpoint.every=1", "checkpoint.keep_last=20", "optimizer.schedule=constant")
+    whole = tmp_path / "whole"
+    run(config_file, whole, *common, devices=8)
+    plan = [(8, "mesh.data=8", 3), (4, "mesh.replica=2", 5), (2, "mesh.sequence=2", 7), (1, "mesh.data=1", 10)]
+    for devices, override, steps in plan:
+        run(config_file, output, *common, f"steps={steps}", override, devices=devices)
+    for step, row in metrics(whole).items():
+        assert metrics(output)[step]["loss"] == pytest.approx(row["loss"], rel=1e-5), step
+
+
+def test_the_export_opens_in_transformers_with_the_same_logits(config_file, tmp_path):
+    pytest.importorskip("torch")
+    import torch
+    import transformers
+
+    from jaxllm import checkpoint, config, sharding, step
+    from jaxllm import state as states
+
+    output = tmp_path / "run"
+    run(config_file, output, "steps=3", 'checkpoint.export="float32"')
+    model = transformers.AutoModelForCausalLM.from_pretrained(output / "export" / "3")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(output / "export" / "3")
+    ids = np.asarray(tokenizer(["item 3 of list 9. item 4"] * 1, add_special_tokens=True)["input_ids"], np.int32)
+    cfg = config.load_config(output / "config.toml", resolve_path=False)
+    with jax.set_mesh(sharding.make_mesh(sharding.MeshConfig(), jax.devices()[:1])):
+        graphdef, abstract = step.abstract_state(cfg)
+        params, _ = checkpoint.load_params(output, abstract.params)
+        ours = step.logits(graphdef, states.TrainState(0, params, {}, {}, None), ids)
+    with torch.no_grad():
+        theirs = model(torch.tensor(ids.astype(np.int64))).logits.numpy()
+    np.testing.assert_allclose(np.asarray(ours), theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_the_snippet_for_research_code_runs_as_written(config_file, tmp_path, monkeypatch):
+    import jaxllm
+
+    cfg = jaxllm.load_config(config_file, "optimizer.learning_rate=1e-3", f"output_dir={tmp_path}")
+    with jax.set_mesh(jaxllm.make_mesh(cfg.mesh)):
+        graphdef, state = jaxllm.init_state(cfg)
+        train_step = jaxllm.make_train_step(graphdef, cfg)
+        for number, batch in enumerate(jaxllm.make_batches(cfg)):
+            state, metrics = train_step(state, batch)
+            if number == 2:
+                break
+        values = jaxllm.logits(graphdef, state, batch.tokens[0])
+    assert int(state.step) == 3 and float(metrics["loss"]) < 6 and values.dtype == np.float32
+    assert jaxllm.load_config(None, "steps=7").steps == 7
+
+
+def test_training_goes_on_from_a_hugging_face_folder(config_file, tmp_path):
+    output = tmp_path / "run"
+    run(config_file, output, "steps=10", 'checkpoint.export="float32"', "optimizer.schedule=constant")
+    config = (config_file).read_text(encoding="utf-8")
+    tuned = tmp_path / "tuned.toml"
+    model = re.search(r"\[model\].*?(?=\[precision\])", config, re.S)[0]
+    tuned.write_text(
+        config.replace(model, f'[model]\npath = "{output / "export" / "10"}"\n').replace('tokenizer = "bpe:300"\n', ""),
+        encoding="utf-8",
+    )
+    run(tuned, tmp_path / "more", "steps=2", "optimizer.learning_rate=1e-4", "optimizer.schedule=constant")
+    assert metrics(tmp_path / "more")[1]["loss"] < metrics(output)[9]["loss"] * 1.1
+    tuned.write_text(
+        tuned.read_text()
+        .replace(str(output / "export" / "10"), str(output))
+        .replace("seq_len", f'tokenizer = "{output / "tokenizer"}"\nseq_len'),
+        encoding="utf-8",
+    )
+    run(tuned, tmp_path / "from_checkpoint", "steps=2", "optimizer.learning_rate=1e-4", "optimizer.schedule=constant")
+    assert metrics(tmp_path / "from_checkpoint")[1]["loss"] == pytest.approx(
+        metrics(tmp_path / "more")[1]["loss"], rel=1e-5
+    )
+
+
+BAD = {
+    "misspelt key": (["optimizer.learnig_rate=1e-5"], r"learnig_rate.*learning_rate"),
+    "wrong section": (["data.learning_rate=1e-5"], r"data\.learning_rate.*optimizer\.learning_rate"),
+    "word for a number": (["steps=ten"], r"steps.*ten"),
+    "fraction for a count": (["data.seq_len=128.5"], r"data\.seq_len.*128\.5"),
+    "mesh too large": (["mesh.data=4", "mesh.replica=4"], r"mesh.*16.*"),
+    "batch does not divide": (["data.global_batch_size=6", "optimizer.num_microbatches=4"], r"global_batch_size.*6.*4"),
+    "no such data": (["data.path=/nowhere/*.txt"], r"data\.path.*nowhere"),
+    "no such model": (["model.path=/nowhere"], r"model\.path.*nowhere"),
+    "vocabulary too small": (["model.vocab_size=290"], r"vocab_size.*290"),
+    "warm-up longer than the run": (["optimizer.warmup_steps=50"], r"warmup_steps.*50.*10"),
+    "hidden size does not divide": (["model.hidden_size=60", "model.head_dim=16"], r"embed = 60.*8"),
+    "row longer than the model is meant for": (
+        ["data.seq_len=128"],
+        r"data\.seq_len.*128.*max_position_embeddings.*64",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_ends_before_compilation_with_one_message(name, config_file, tmp_path):
+    overrides, pattern = BAD[name]
+    text = run(config_file, tmp_path / "run", *overrides, devices=8, code=2)
+    message = [line for line in text.splitlines() if line.startswith("error:")]
+    assert len(message) == 1 and re.search(pattern, text[text.index("error:") :], re.S), text
+    assert "Traceback" not in text and "compiling" not in text
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_empty_corpus_and_one_smaller_than_a_batch_are_refused(config_file, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "a.txt").write_text("")
+    text = run(config_file, tmp_path / "run", f"data.path={tmp_path / 'empty'}", code=2)
+    assert "data.path" in text and "Traceback" not in text
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "a.txt").write_text("one short text")
+    text = run(config_file, tmp_path / "other", f"data.path={tmp_path / 'small'}", "data.repeat=false", code=2)
+    assert "Traceback" not in text and "global_batch_size" in text
+
+
+def test_nan_in_the_weights_is_refused_with_the_tensor_s_name(config_file, tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    output = tmp_path / "run"
+    run(config_file, output, "steps=2", 'checkpoint.export="float32"')
+    folder = output / "export" / "2"
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"][0, 0] = np.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = config_file.read_text(encoding="utf-8")
+    model = re.search(r"\[model\].*?(?=\[precision\])", config, re.S)[0]
+    tuned = tmp_path / "tuned.toml"
+    tuned.write_text(config.replace(model, f'[model]\npath = "{folder}"\n'), encoding="utf-8")
+    text = run(tuned, tmp_path / "tuned", code=2)
+    assert "model.layers.1.mlp.down_proj.weight" in text and re.search("nan", text, re.I) and "Traceback" not in text
+
+
+def test_a_diverging_run_stops_with_step_and_place_and_keeps_its_checkpoint(config_file, tmp_path):
+    output = tmp_path / "run"
+    run(config_file, output, "steps=4", "checkpoint.every=2", "optimizer.schedule=constant", "optimizer.warmup_steps=0")
+    before = {k: v.copy() for k, v in saved_parameters(output).items()}
+    overrides = (
+        "steps=40",
+        "checkpoint.every=2",
+        "checkpoint.keep_last=1",
+        "optimizer.schedule=constant",
+        "optimizer.warmup_steps=0",
+    )
+    text = run(config_file, output, *overrides, "optimizer.learning_rate=1e30", "optimizer.max_bad_steps=3", code=3)
+    last = text.strip().splitlines()[-1]
+    assert re.search(r"diverged: step \d+: .*non-finite.*max_bad_steps", last), last
+    assert "Last checkpoint" in last and "lane 0" in last
+    rows = [
+        json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()
+    ]  # NaN never makes invalid JSON
+    assert any(row.get("bad_steps") for row in rows)
+    assert (
+        all(np.isfinite(v).all() for v in saved_parameters(output).values())
+        and before.keys() == saved_parameters(output).keys()
+    )
+
+
+def test_another_run_s_folder_is_left_alone(config_file, straight, tmp_path):
+    def contents():
+        return {
+            p: (p.stat().st_mtime_ns, p.stat().st_size)
+            for p in sorted(straight.rglob("*"))
+            if p.is_file() and p.name != ".lock"
+        }
+
+    before = contents()
+    text = run(config_file, straight, "steps=12", "seed=9", code=2, devices=8)
+    assert "seed" in text and "10" in text and re.search("resume|overwrite", text) and "Traceback" not in text
+    text = run(config_file, straight, "steps=12", "checkpoint.resume=never", code=2, devices=8)
+    assert "10" in text and "resume" in text
+    text = run(config_file, straight, "steps=3", code=2, devices=8)
+    assert re.search(r"\b10\b", text) and re.search(r"\b3\b", text)
+    text = run(config_file, straight, "steps=12", "model.hidden_size=128", code=2, devices=8)
+    assert "hidden_size" in text
+    assert "nothing to do" in run(config_file, straight, "steps=10", devices=8)
+    assert contents() == before
+    (tmp_path / "file").write_text("not a folder")
+    assert "file" in run(config_file, tmp_path / "file", code=2)
+
+
+def test_a_new_learning_rate_is_used_and_shown_at_resume(config_file, tmp_path):
+    output = tmp_path / "run"
+    common = ("optimizer.schedule=constant", "optimizer.warmup_steps=0")
+    run(config_file, output, "steps=3", *common)
+    text = run(config_file, output, "steps=5", "optimizer.learning_rate=1e-4", *common)
+    assert "optimizer.learning_rate" in text
+    rows = metrics(output)
+    assert rows[3]["learning_rate"] == pytest.approx(1e-2) and rows[4]["learning_rate"] == pytest.approx(1e-4)
+
+
+def test_a_full_disk_names_the_last_good_checkpoint(config_file, tmp_path):
+    output = tmp_path / "run"
+    run(config_file, output, "steps=4", "checkpoint.every=4", "optimizer.schedule=constant")
+    limited = (
+        "bash",
+        "-c",
+        'trap "" XFSZ; ulimit -f 48; exec "$@"',
+        "limited",
+    )  # KiB per file: metrics fit, weights do not
+    text = run(
+        config_file, output, "steps=8", "checkpoint.every=4", "optimizer.schedule=constant", code=1, before=limited
+    )
+    assert re.search(r"checkpoint of step 8 was not saved.*last good step is 4", text.strip().splitlines()[-1], re.S), (
+        text
+    )
+    assert "resuming from step 4" in run(config_file, output, "steps=5", "optimizer.schedule=constant")
+
+
+def test_print_config_names_where_each_value_came_from(config_file, tmp_path):
+    done = subprocess.run(
+        [*command(config_file, tmp_path / "run", "steps=7"), "--print-config"],
+        capture_output=True,
+        text=True,
+        env=environment(),
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"steps = 7 .*command line", done.stdout)
+    assert re.search(r"hidden_size = 64 .*tiny\.toml:\d+", done.stdout)
+    assert re.search(r"weight_decay = 0\.1 .*default", done.stdout)
+    assert not (tmp_path / "run").exists()
+
+
+def test_two_runs_cannot_share_a_folder(config_file, tmp_path):
+    output = tmp_path / "run"
+    process = subprocess.Popen(
+        command(config_file, output, "steps=100000"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(),
+    )
+    try:
+        for line in process.stdout:
+            if line.startswith("step 1/"):
+                break
+        text = run(config_file, output, "steps=5", code=2)
+        assert "in use" in text
+    finally:
+        process.kill()
+        process.wait()
+    time.sleep(0.1)
+    run(
+        config_file,
+        output,
+        "steps=2",
+        "checkpoint.overwrite=true",
+        "data.tokenizer=bpe:290",
+        "optimizer.warmup_steps=1",
+    )
+    assert list(metrics(output)) == [1, 2]
