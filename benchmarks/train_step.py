@@ -135,6 +135,11 @@ with jax.set_mesh(mesh):
     return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
 
 
+def cpu_name():
+    names = [line.partition(":")[2].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
 def start(role, folder):
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "benchmarks.train_step", "--worker", role, "--folder", folder]
@@ -188,7 +193,7 @@ def main():
     seconds = {n: compile_seconds(n) for n in (4, 32)}
     result = {
         "benchmark": "train_step",
-        "hardware": f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}",
+        "hardware": f"{os.cpu_count()} cores, {cpu_name()}",
         "model": "SmolLM2-135M shape, 4 x 512 tokens, float32, AdamW",
         "jaxllm_tokens_per_cpu_second": round(statistics.median(speed["jaxllm"]), 1),
         "torch_tokens_per_cpu_second": round(statistics.median(speed["torch"]), 1),

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllm.section import Section
 from jaxllm.sharding import AXES, BATCH, axis_size
-from jaxllm_kernels import BACKENDS
+from jaxllm_kernels import BACKENDS, without_padding
 from jaxllm_kernels import attention as local_attention
 
 _HEADS = P(BATCH, "sequence", None, None)  # [B, T, heads, head_dim]
@@ -39,7 +39,7 @@ def attention(q, k, v, k_start, k_end, config: AttentionConfig):
     backend = choose_backend(config)
     if axis_size(*AXES) == 1:
         return local_attention(q, k, v, k_start, k_end, backend, True)
-    return _over_mesh(q, k, v, k_start, k_end, backend)
+    return _over_mesh(*without_padding(q, k, v, k_start, k_end), k_start, k_end, backend)
 
 
 def _gathered(x):

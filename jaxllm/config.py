@@ -500,7 +500,7 @@ HARMLESS = (
     "evaluation", "optimizer.num_microbatches", "optimizer.max_bad_steps", "attention.backend", "loss.chunk_size",
 )  # fmt: skip
 # These change the course of the run and may be meant to: allowed, and shown first.
-RESHAPING = ("learning_rate", "schedule", "min_ratio", "warmup_steps", "decay_steps")
+RESHAPING = ("learning_rate", "schedule", "min_ratio", "warmup_steps", "decay_steps", "schedule_steps")
 
 
 def differences(saved: Config, now: Config) -> tuple[list[str], list[str]]:
@@ -521,7 +521,8 @@ def differences(saved: Config, now: Config) -> tuple[list[str], list[str]]:
                 f"{change} (the new value is used from the first resumed step on; the optimizer's state is kept)"
             )
         elif path == ("steps",):
-            stretched = "" if now.optimizer.schedule == "constant" else "; the learning-rate schedule now ends there"
+            fixed = now.optimizer.schedule == "constant" or now.optimizer.schedule_steps is not None
+            stretched = "" if fixed else "; the learning-rate schedule now ends there"
             harmless.insert(0, f"{change}{stretched}")
         elif any(name == entry or name.startswith(f"{entry}.") for entry in HARMLESS):
             harmless.append(change)

@@ -18,12 +18,10 @@ def sample(
 
     temperature 0 takes the likeliest token, else tokens are drawn from softmax(logits / temperature)."""
     length = len(prompt_ids) + num_tokens
-    rows = jax.sharding.get_mesh().size  # as many copies of the row as the batch axes may want
-    length += -length % jax.sharding.get_mesh().shape["sequence"]
 
     @jax.jit
     def next_token(state, tokens, place, key):
-        logits = steps.logits(graphdef, state, jnp.broadcast_to(tokens[None], (rows, length)))[0, place]
+        logits = steps.logits(graphdef, state, tokens[None])[0, place]
         drawn = jax.random.categorical(key, logits / max(temperature, 1e-6))
         return (drawn if temperature > 0 else jnp.argmax(logits)).astype(jnp.int32)
 

@@ -37,6 +37,8 @@ class OptimizerConfig(Section):
     warmup_steps: int = pydantic.Field(0, ge=0)
     """Optimizer steps (not microbatches) of linear warm-up; step n of w uses n/w of the peak, so no step is wasted on a
     rate of zero."""
+    schedule_steps: int | None = pydantic.Field(None, ge=1)
+    """Steps that the schedule spans, for a run that does only a part of them now; unset: `steps`."""
     decay_steps: int | None = pydantic.Field(None, ge=1)
     """Optimizer steps of the final decay of "wsd"; unset: a tenth of all steps."""
     betas: list[float] = pydantic.Field([0.9, 0.95])
@@ -78,7 +80,7 @@ class OptimizerConfig(Section):
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[jax.typing.ArrayLike], jax.Array]:
-    """The rate, f32[], used by optimizer step n of a run of `steps`, n counted from 1.
+    """The rate, f32[], used by optimizer step n of a run of `steps` (or of `schedule_steps`), n counted from 1.
 
     With peak P, floor F = min_ratio P, warm-up w, S steps and progress p = (n - w) / (S - w): P n/w for n < w, else
         linear       P + (F - P) p
@@ -90,6 +92,13 @@ def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[jax.typing.A
     shared-scripts/learning_rates.py, whose update n uses the value at n - 1 (its first update does nothing); here
     update n uses the value at n. UserError if warm-up and decay do not fit into `steps`.
     """
+    if config.schedule_steps is not None:
+        if config.schedule_steps < steps:
+            raise UserError(
+                f"optimizer.schedule_steps: {config.schedule_steps} is less than steps = {steps}; the schedule would end "
+                "before the run"
+            )
+        steps = config.schedule_steps
     peak, warmup, floor = config.learning_rate, config.warmup_steps, config.min_ratio * config.learning_rate
     if warmup > steps:
         raise UserError(f"optimizer.warmup_steps: {warmup} is more than steps = {steps}")

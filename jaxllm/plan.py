@@ -82,6 +82,19 @@ def compiler_output():
             lines += file.read().splitlines()
 
 
+@contextlib.contextmanager
+def uncached():
+    """Without jax's compilation cache, from which a program for a machine that is not here cannot be read back."""
+    import jax
+
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+
+
 def compile_step(cfg, on: str):
     """(compiled, abstract TrainState, seconds, lines that the compiler printed) of the training step of `cfg` on `on`."""
     import jax
@@ -100,7 +113,7 @@ def compile_step(cfg, on: str):
             **{n: like(jnp.float32 if n == "loss_weights" else jnp.int32) for n in Batch.__dataclass_fields__}
         )
         begin = time.perf_counter()
-        with compiler_output() as lines:
+        with uncached(), compiler_output() as lines:
             lowered = step.make_train_step(graphdef, cfg).trace(state, batch).lower(lowering_platforms=("cuda",))
             compiled = lowered.compile(OPTIONS)
     return compiled, state, time.perf_counter() - begin, lines

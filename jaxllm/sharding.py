@@ -10,6 +10,7 @@ Not here: tensor parallelism (it would be one axis and two table cells), and any
 """
 
 import math
+from typing import Literal
 
 import jax
 import numpy as np
@@ -40,6 +41,8 @@ class MeshConfig(Section):
     """Context parallelism: each row's tokens are split, and the weights rest split over this axis as well."""
     expert: int = 1
     """Expert parallelism: experts are split; to everything else this axis is more data parallelism."""
+    platform: Literal["any", "gpu"] = "any"
+    """"gpu": refuse to train where JAX finds no GPU, instead of training on the CPU at a thousandth of the speed."""
 
     def sizes(self, num_devices: int) -> tuple[int, ...]:
         """The four sizes for that many devices, the -1 filled in. UserError if they do not multiply to `num_devices`."""

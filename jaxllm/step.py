@@ -5,6 +5,8 @@ tokens of the whole step. So neither accumulation nor padding nor the mesh chang
 finite, or which trains no token, leaves parameters and optimizer as they were and says so in its metrics.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -13,8 +15,10 @@ from jaxllm import checkpoint, hf, optim
 from jaxllm import state as states
 from jaxllm.config import Config
 from jaxllm.hub import resolve_model_path
-from jaxllm.loss import cross_entropy
+from jaxllm.linear import gather
+from jaxllm.loss import HEAD_NAMES, cross_entropy
 from jaxllm.models import FAMILIES
+from jaxllm.sharding import BATCH, axis_size
 from jaxllm.state import TrainState
 
 
@@ -127,10 +131,16 @@ def make_eval_step(graphdef, cfg: Config):
     return jax.jit(eval_step)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def logits(graphdef, state: TrainState, tokens):
-    """Logits f32[B, T, V] of token ids i32[B, T], each row one document. Meant for looking, not for training: it makes them all."""
+    """Logits f32[B, T, V] of token ids i32[B, T], each row one document. Meant for looking, not for training: it makes them all.
+
+    Rows and places are filled up to what the mesh divides, and cut off again."""
+    B, T = tokens.shape
+    tokens = jnp.pad(tokens, [(0, -B % axis_size(*BATCH)), (0, -T % axis_size("sequence"))])
     index = jnp.broadcast_to(jnp.expand_dims(jnp.arange(tokens.shape[1], dtype=jnp.int32), 0), tokens.shape)
     model = states.merge(graphdef, state.params)
     hidden = model(tokens, index, jnp.zeros_like(index), index + 1)
-    head = model.head.astype(hidden.dtype)
-    return jax.lax.dot_general(hidden, head, (((2,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    head = gather(model.head, HEAD_NAMES, hidden.dtype)
+    dims = (((2,), (1,)), ((), ()))
+    return jax.lax.dot_general(hidden, head, dims, preferred_element_type=jnp.float32)[:B, :T]

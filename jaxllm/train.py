@@ -8,6 +8,7 @@ Exit codes: 0 done, 1 fault, 2 bad input, 3 diverged, 4 interrupted with a check
 
 import argparse
 import contextlib
+import importlib.metadata
 import importlib.util
 import os
 import pathlib
@@ -56,6 +57,7 @@ def train(cfg) -> int:
     from jaxllm.data.batch import make_batches, make_eval_batches
     from jaxllm.metrics import Metrics, phase
 
+    check_platform(cfg)
     config.check(cfg, jax.device_count())
     device = jax.devices()[0]
     print(
@@ -362,11 +364,30 @@ def guarded(function, *args) -> int:
         return FAULT
 
 
+def check_platform(cfg) -> None:
+    """UserError where the config asks for GPUs and JAX runs on something else: versions found, and the way out."""
+    import jax
+
+    if cfg.mesh.platform == "gpu" and jax.default_backend() != "gpu":
+        versions = []
+        for package in ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin"):
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                versions.append(f"{package} {importlib.metadata.version(package)}")
+        raise UserError(
+            f'mesh.platform: "gpu" is asked for, but JAX runs on {jax.default_backend()} ({", ".join(versions)}; NVIDIA driver '
+            f"{'found' if has_driver() else 'not found'}). Install the CUDA plugin of jax's own version with pip install 'jaxllm[gpu]' on a machine "
+            "with a driver, unset JAX_PLATFORMS, or set mesh.platform=any to train here"
+        )
+
+
+def has_driver() -> bool:
+    return any(os.path.exists(f"/dev/{name}") for name in ("nvidiactl", "dxg"))  # dxg: Windows' subsystem for Linux
+
+
 def choose_platform() -> None:
     """Keeps jax from trying (and complaining about) the CUDA plugin on a machine without an NVIDIA driver, where it is installed for
     `jaxllm.plan` alone. JAX_PLATFORMS, when set, decides."""
-    driver = any(os.path.exists(f"/dev/{name}") for name in ("nvidiactl", "dxg"))  # dxg: Windows' subsystem for Linux
-    if not driver and importlib.util.find_spec("jax_cuda13_plugin"):
+    if not has_driver() and importlib.util.find_spec("jax_cuda13_plugin"):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 

@@ -38,9 +38,9 @@ def rows(num_rows=8, seed=0, documents=True, length=T, empty=()):
     segments, positions, starts = (np.zeros((num_rows, length), np.int32) for _ in range(3))
     for r in range(num_rows):
         place, number = 0, 1
-        end = length - (int(rng.integers(0, length // 4)) if documents else 0)
+        end = length - (int(rng.integers(0, max(length // 4, 1))) if documents else 0)
         while place < end and r not in empty:
-            size = min(int(rng.integers(5, length)) if documents else length, end - place)
+            size = min(int(rng.integers(min(5, length), length + 1)) if documents else length, end - place)
             segments[r, place : place + size], positions[r, place : place + size] = number, np.arange(size)
             starts[r, place : place + size] = place
             place, number = place + size, number + 1

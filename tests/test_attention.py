@@ -10,6 +10,8 @@ from jaxllm.attention import attention as attention_over_mesh
 from jaxllm_kernels import BACKENDS, attention, reference
 from support import error, mesh, mesh_name, rows
 
+pytestmark = pytest.mark.version
+
 
 def inputs(rng, B=2, length=96, H=4, K=2, D=16, dtype=np.float32, scale=1.0):
     q = (rng.standard_normal((B, length, H, D)) * scale).astype(dtype)
@@ -75,6 +77,30 @@ def test_a_query_that_sees_nothing_gets_zero_and_gives_no_gradient(rng, backend)
     empty = np.zeros(q.shape[:2], np.int32)
     out, lse, *grads = run(backend, True, q, k, v, empty, empty, weight)
     assert not np.any(out) and np.all(np.asarray(lse) == -np.inf) and not any(np.any(g) for g in grads)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_stands_at_padding_places_has_no_influence(rng, backend):
+    q, k, v, k_start, k_end, weight = inputs(rng)
+    padding = k_end == k_start
+    weight[padding] = 0  # no loss there
+    assert padding.any()
+    results = []
+    for filler in (0.0, np.nan, 1e30):
+        filled = [np.where(padding[..., None, None], np.float32(filler), x) for x in (q, k, v)]
+        out, _, *grads = run(backend, True, *filled, k_start, k_end, weight)
+        results.append([np.asarray(x)[~padding] for x in (attention(*filled, k_start, k_end, backend, True), *grads)])
+    for other in results[1:]:
+        assert all(np.array_equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("length", [1, 63, 65, 127, 129])
+@pytest.mark.parametrize("head_dim", [16, 80])
+def test_lengths_and_head_dims_that_fit_no_block(rng, backend, length, head_dim):
+    given = inputs(rng, B=1, length=length, H=2, K=1, D=head_dim)
+    for got, want in zip(run(backend, True, *given)[2:], oracle(*given)[2:], strict=True):
+        assert error(got, want) < 1e-5
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -10,6 +10,8 @@ import pytest
 from jaxllm.loss import LossConfig, cross_entropy
 from support import error, mesh, mesh_name
 
+pytestmark = pytest.mark.version
+
 B, T, E, V = 8, 16, 32, 96
 
 

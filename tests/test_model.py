@@ -75,7 +75,7 @@ def test_logits_and_every_gradient_equal_those_of_transformers(pair):
     tokens = rows(num_rows=4, documents=False)["tokens"]
     tokens[:, 5] = 7  # the pad id of one variant, an ordinary token of the others
     with jax.set_mesh(mesh()):
-        got = np.asarray(jax.jit(lambda s, t: step.logits(graphdef, s, t))(state_of(params), tokens))
+        got = np.asarray(step.logits(graphdef, state_of(params), tokens))
         packed = {**rows(num_rows=4, documents=False), "tokens": tokens, "targets": np.roll(tokens, -1, 1)}
         batch = to_device(packed, 1, mesh())
         grads, parts = jax.jit(lambda p, b: step.gradients(graphdef, p, b, cfg))(params, batch)
@@ -84,7 +84,7 @@ def test_logits_and_every_gradient_equal_those_of_transformers(pair):
     ids = torch.tensor(tokens.astype(np.int64))
     out = model(ids, labels=ids)
     out.loss.backward()
-    np.testing.assert_allclose(got, out.logits.detach().numpy(), atol=1e-5, rtol=1e-4)
+    np.testing.assert_allclose(got, out.logits.detach().numpy(), atol=1e-5, rtol=0)
     assert abs(float(parts["loss_sum"]) / count / out.loss.item() - 1) < 1e-5
     theirs = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
     want = ours(theirs, llama.hf_weights(cfg.model), params)
@@ -104,7 +104,7 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_own_bfloat16(pair):
         graphdef, _ = states.declare(cfg.model, half, cfg.attention)
         # transformers rounds the weights themselves to bfloat16 before and after: the same weights for both
         rounded = {k: v.astype(jnp.bfloat16).astype(jnp.float32) for k, v in params.items()}
-        got = np.asarray(jax.jit(lambda s, t: step.logits(graphdef, s, t))(state_of(rounded), tokens))
+        got = np.asarray(step.logits(graphdef, state_of(rounded), tokens))
     root_mean_square = lambda x: np.sqrt(np.mean(x**2))
     assert root_mean_square(got - reference) <= 1.5 * root_mean_square(theirs - reference)
 
@@ -214,6 +214,37 @@ def test_old_and_new_rope_schemas_mean_the_same():
     written = llama.config_to_hf(tiny().model.model_copy(update={"rope_parameters": new["rope_parameters"]}))
     assert written["rope_theta"] == 5e5 and written["rope_scaling"] == {"rope_type": "llama3", **block}
     assert written["rope_parameters"] == new["rope_parameters"]
+
+
+def test_contradicting_rope_fields_are_refused_and_a_missing_theta_is_told(caplog):
+    with pytest.raises(UserError, match=r"rope_parameters.rope_theta = 1000000.0 and rope_theta = 10000.0"):
+        llama.config_from_hf({"rope_theta": 10000.0, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}})
+    with pytest.raises(UserError, match="factor"):
+        llama.config_from_hf(
+            {
+                "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+                "rope_scaling": {"type": "linear", "factor": 4.0},
+            }
+        )
+    with pytest.raises(
+        UserError, match="original_max_position_embeddings"
+    ):  # not taken from max_position_embeddings in silence
+        layers.check_rope(
+            llama.config_from_hf(
+                {
+                    "max_position_embeddings": 131072,
+                    "rope_scaling": {
+                        "rope_type": "llama3",
+                        "factor": 8.0,
+                        "low_freq_factor": 1.0,
+                        "high_freq_factor": 4.0,
+                    },
+                }
+            )["rope_parameters"]
+        )
+    caplog.clear()
+    llama.config_from_hf({})
+    assert "rope_theta" in caplog.text
 
 
 def test_model_flops_are_the_published_count():

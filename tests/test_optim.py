@@ -262,3 +262,11 @@ def test_clipping_keeps_the_dtype_sums_in_float32_and_passes_non_finite_norms_on
 def test_settings_that_make_no_sense_are_refused(fields, message):
     with pytest.raises(pydantic.ValidationError, match=message):
         OptimizerConfig(**fields)
+
+
+def test_a_run_may_do_a_part_of_its_schedule():
+    whole, part = OptimizerConfig(warmup_steps=5), OptimizerConfig(warmup_steps=5, schedule_steps=100)
+    n = jnp.arange(1, 41)
+    assert np.array_equal(learning_rate(whole, 100)(n), learning_rate(part, 40)(n))
+    with pytest.raises(UserError, match="schedule_steps.*30.*steps = 40"):
+        learning_rate(OptimizerConfig(schedule_steps=30), 40)

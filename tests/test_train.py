@@ -252,6 +252,7 @@ BAD = {
     "vocabulary too small": (["model.vocab_size=290"], r"vocab_size.*290"),
     "warm-up longer than the run": (["optimizer.warmup_steps=50"], r"warmup_steps.*50.*10"),
     "hidden size does not divide": (["model.hidden_size=60", "model.head_dim=16"], r"embed = 60.*8"),
+    "GPU that is not there": (['mesh.platform="gpu"'], r"mesh\.platform.*gpu.*cpu.*jaxlib.*pip install"),
     "row longer than the model is meant for": (
         ["data.seq_len=128"],
         r"data\.seq_len.*128.*max_position_embeddings.*64",

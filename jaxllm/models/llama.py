@@ -4,12 +4,16 @@ A config.json field that this code does not know is refused by name: transformer
 config and ignores them, and a model trained under such a config is another model than its author meant.
 """
 
+import logging
+
 import jax
 from flax import nnx
 
 from jaxllm.layers import MLP, Attention, RMSNorm
 from jaxllm.models.decoder import HfWeight, ModelConfig
 from jaxllm.section import UserError
+
+logger = logging.getLogger(__name__)
 
 
 class Block(nnx.Module):
@@ -74,17 +78,33 @@ _NEUTRAL = {
 
 
 def rope_from_hf(hf: dict, default_theta: float) -> dict:
-    """rope_parameters of a config.json in either schema, precedence as in transformers 5: a non-empty `rope_scaling` replaces
-    `rope_parameters`; theta from the dict, then the top level, then the family's default; `type` is the old name of `rope_type`."""
-    rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
-    legacy = rope.pop("type", None)
-    rope.setdefault("rope_type", legacy or "default")
-    if rope.get("rope_theta") is None:
-        rope["rope_theta"] = hf.get("rope_theta") if hf.get("rope_theta") is not None else default_theta
-    if rope["rope_type"] in ("yarn", "longrope") and rope.get("original_max_position_embeddings") is None:
-        rope["original_max_position_embeddings"] = hf.get("original_max_position_embeddings") or hf.get(
-            "max_position_embeddings"
-        )
+    """rope_parameters of a config.json in either schema (transformers 4: `rope_theta` and `rope_scaling`, whose `type` is an old name of
+    `rope_type`; transformers 5: `rope_parameters`). UserError where the two are present and contradict each other: transformers would take
+    one of them in silence."""
+    old, new = (dict(hf.get(key) or {}) for key in ("rope_scaling", "rope_parameters"))
+    for block in (old, new):
+        kind = block.pop("type", None)
+        if block or kind:
+            block.setdefault("rope_type", kind or "default")
+    top = {key: hf.get(key) for key in ("rope_theta", "original_max_position_embeddings")}
+    for key in sorted({*old, *new, *top}):
+        given = {
+            f"{where}.{key}".removeprefix("."): block[key]
+            for where, block in (("rope_parameters", new), ("rope_scaling", old), ("", top))
+            if block.get(key) is not None
+        }
+        if len({repr(value) for value in given.values()}) > 1:
+            listed = " and ".join(f"{name} = {value!r}" for name, value in given.items())
+            raise UserError(f"config.json: {listed} contradict each other; remove the wrong one")
+    rope = {"rope_type": "default", **new, **old}
+    if (theta := rope.get("rope_theta", top["rope_theta"])) is None:
+        logger.warning("config.json gives no rope_theta; the default of transformers is used: %g", default_theta)
+        theta = default_theta
+    rope["rope_theta"] = float(theta)
+    if rope["rope_type"] in ("yarn", "longrope", "llama3") and rope.get("original_max_position_embeddings") is None:
+        rope["original_max_position_embeddings"] = top["original_max_position_embeddings"]
+    if rope["rope_type"] in ("yarn", "longrope") and rope["original_max_position_embeddings"] is None:
+        rope["original_max_position_embeddings"] = hf.get("max_position_embeddings")
     if rope["rope_type"] != "proportional" and rope.get("partial_rotary_factor") in (1, 1.0):
         del rope["partial_rotary_factor"]
     return {key: value for key, value in rope.items() if value is not None}

@@ -3,6 +3,6 @@
 `reference` is the contract; every entry of BACKENDS computes the same (out, lse) and the same gradients.
 """
 
-from jaxllm_kernels.attention import BACKENDS, attention
+from jaxllm_kernels.attention import BACKENDS, attention, without_padding
 
-__all__ = ["BACKENDS", "attention"]
+__all__ = ["BACKENDS", "attention", "without_padding"]
