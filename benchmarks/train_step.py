@@ -119,17 +119,16 @@ def compile_seconds(num_layers):
     """Seconds to lower and compile the same step at this depth, in a fresh process."""
     code = f"""
 import os; os.environ["JAX_PLATFORMS"] = "cpu"
-import time, jax, jax.numpy as jnp
+import time, jax
 from jaxllm import config, sharding, step
-from jaxllm.data.batch import Batch
+from jaxllm.data.batch import abstract_batch
 shape = {SHAPE!r}
 cfg = config.load_config(None, *(f"model.{{k}}={{v}}" for k, v in shape.items()), "model.num_hidden_layers={num_layers}", "model.remat=none",
     "model.tie_word_embeddings=true", "precision.compute=float32", "data.seq_len={LENGTH}", "data.global_batch_size={ROWS}")
 mesh = sharding.make_mesh(cfg.mesh)
 with jax.set_mesh(mesh):
     graphdef, state = step.abstract_state(cfg)
-    like = lambda dtype: jax.ShapeDtypeStruct((1, {ROWS}, {LENGTH}), dtype, sharding=sharding.batch_sharding(mesh))
-    batch = Batch(**{{n: like(jnp.float32 if n == "loss_weights" else jnp.int32) for n in Batch.__dataclass_fields__}})
+    batch = abstract_batch(mesh, 1, {ROWS}, {LENGTH})
     begin = time.perf_counter(); step.make_train_step(graphdef, cfg).lower(state, batch).compile(); print(time.perf_counter() - begin)
 """
     return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)

@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-COMMANDS = ("train", "plan", "convert")
+COMMANDS = ("train", "plan", "convert", "config")
 
 
 def main() -> int:

@@ -532,11 +532,9 @@ def find(folder: str | os.PathLike) -> pathlib.Path:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What an output folder holds before a run: newest committed step, the configuration saved with it, and unknown
-    names."""
+    """What an output folder holds before a run: its committed steps in order, and names that are not a run's."""
 
-    latest: int | None
-    config_text: str | None
+    steps: tuple[int, ...]
     foreign: tuple[str, ...]
 
 
@@ -547,11 +545,9 @@ def inspect(output_dir: str | os.PathLike, known: tuple[str, ...] = ()) -> Found
     if output_dir.exists() and not output_dir.is_dir():
         raise UserError(f"output_dir: {output_dir} is a file; give the name of a folder")
     committed, _ = _scan(output_dir / FOLDER)
-    newest = max(committed, default=None)
-    config = output_dir / FOLDER / str(newest) / "config.toml"
     names = {path.name for path in output_dir.iterdir()} if output_dir.is_dir() else set()
     foreign = sorted(names - {FOLDER, ".lock", *known})
-    return Found(newest, config.read_text(encoding="utf-8") if config.is_file() else None, tuple(foreign))
+    return Found(tuple(sorted(committed)), tuple(foreign))
 
 
 def erase(output_dir: str | os.PathLike) -> None:

@@ -17,6 +17,7 @@ import argparse
 import difflib
 import functools
 import json
+import logging
 import math
 import re
 import tomllib
@@ -44,7 +45,7 @@ class Config(Section):
 
     output_dir: str = "runs/default"
     """Folder of this run: metrics, checkpoints, the resolved config, the tokenizer and the export."""
-    seed: int = pydantic.Field(0, ge=0)
+    seed: int = pydantic.Field(0, ge=0, lt=2**31)
     """Seed of initial weights, data order and dropout."""
     steps: int = pydantic.Field(1000, ge=1)
     """Optimizer steps in total; a resumed run counts on from where it was."""
@@ -74,6 +75,7 @@ class Config(Section):
         return hash(dump(self))
 
 
+logger = logging.getLogger(__name__)
 Key = tuple[str, ...]  # ("optimizer", "learning_rate")
 COMMAND_LINE = "command line"
 
@@ -113,6 +115,12 @@ def load_config(path: str | Path | None, *overrides: str, resolve_path: bool = T
     if ("model", "revision") in folder:  # the commit that was found, also where a branch was asked for
         settings["model", "revision"] = folder["model", "revision"]
     problems += _contradictions(folder, settings) + _unknown_keys(settings)
+    for key in (("model", "rope_parameters"), ("model", "max_position_embeddings")):
+        if key in folder and settings[key].value != folder[key].value:
+            logger.warning(
+                "%s: %s (%s) replaces %s of %s; the model's positions mean something else than in its training",
+                ".".join(key), _shown(settings[key].value), settings[key].source, _shown(folder[key].value), folder[key].source,
+            )  # fmt: skip
     known = {key: setting for key, setting in settings.items() if key in _leaves()}
     try:
         config = Config.model_validate(_nested(known))
@@ -276,6 +284,8 @@ def _conflicts(config: Config, num_devices: int | None) -> list[str]:
     rows = {f"mesh.{axis}": sizes[axis] for axis in BATCH if sizes[axis] != -1}
     microbatches = {"optimizer.num_microbatches": config.optimizer.num_microbatches}
     conflicts += _not_a_multiple("data.global_batch_size", config.data.global_batch_size, rows | microbatches)
+    if sizes["sequence"] > 0:
+        conflicts += _not_a_multiple("data.seq_len", config.data.seq_len, {"mesh.sequence": sizes["sequence"]})
     if num_devices is not None and config.data.seq_len > config.model.max_position_embeddings:
         conflicts.append(
             f"data.seq_len: {config.data.seq_len} tokens are more than model.max_position_embeddings = "
@@ -498,6 +508,8 @@ def _shown(value: Any) -> str:
 HARMLESS = (
     "output_dir", "steps", "mesh", "model.path", "model.revision", "model.remat", "data.path", "checkpoint", "logging",
     "evaluation", "optimizer.num_microbatches", "optimizer.max_bad_steps", "attention.backend", "loss.chunk_size",
+    "data.tokenizer", # what it holds is in the fingerprint of the data
+
 )  # fmt: skip
 # These change the course of the run and may be meant to: allowed, and shown first.
 RESHAPING = ("learning_rate", "schedule", "min_ratio", "warmup_steps", "decay_steps", "schedule_steps")
@@ -535,10 +547,15 @@ def _or_unset(value: Any) -> str:
     return "unset" if value is None else _shown(value)
 
 
-if __name__ == "__main__":
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m jaxllm.config", description="Prints the JSON schema of config files, for editors."
     )
     parser.add_argument("--schema", action="store_true", required=True)
-    parser.parse_args()
+    parser.parse_args(arguments)
     print(json.dumps(json_schema(), indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -58,6 +58,7 @@ def to_hf(source, destination, dtype: str | None = None) -> None:
     None: that of the checkpoint's parameters."""
     from jaxllm import checkpoint, hf
     from jaxllm.config import load_config
+    from jaxllm.hub import resolve_model_path
     from jaxllm.models import FAMILIES
 
     destination = _free(destination)
@@ -69,13 +70,20 @@ def to_hf(source, destination, dtype: str | None = None) -> None:
     trained = found.parents[1] / "tokenizer" if found.parent.name == checkpoint.FOLDER else found
     places = [Path(p) for p in (config.data.tokenizer, trained, found, config.model.path) if p]
     places = [p.parent if p.is_file() else p for p in places]
+    if (
+        config.model.path and not Path(config.model.path).is_dir()
+    ):  # a hub name: its files are in huggingface_hub's cache
+        places.append(resolve_model_path(config.model.path, config.model.revision)[0])
+    tokenizer = next((p for p in places if (p / "tokenizer.json").is_file()), None)
+    if tokenizer is None:
+        print("no tokenizer was found beside the checkpoint; the folder is written without one")
     hf.save_folder(
         params,
         family.hf_weights(config.model),
         family.config_to_hf(config.model),
         destination,
         dtype=dtype or (dtypes.pop() if len(dtypes) == 1 else "float32"),
-        tokenizer_folder=next((p for p in places if (p / "tokenizer.json").is_file()), None),
+        tokenizer_folder=tokenizer,
     )
 
 
@@ -109,6 +117,9 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"fault: {options.destination} was not written: {error}", file=sys.stderr)
+        return 1
     print(f"wrote {options.destination}")
     return 0
 

@@ -156,6 +156,16 @@ def check_rope(rope: dict, where="model.rope_parameters") -> None:
         raise UserError(
             f"{where}: rope_type = {kind!r} does not use {', '.join(extra)}; allowed: {', '.join(('rope_theta', *needed, *optional))}"
         )
+    for key, value in rope.items():
+        values = value if isinstance(value, list) else [value]
+        if key not in ("rope_type", "truncate") and not all(isinstance(v, int | float) and v > 0 for v in values):
+            raise UserError(f"{where}.{key}: must be positive, got {value!r}")
+    if rope["rope_theta"] <= 1:
+        raise UserError(f"{where}.rope_theta: must be above 1, got {rope['rope_theta']!r}")
+    if kind == "llama3" and rope["high_freq_factor"] <= rope["low_freq_factor"]:
+        raise UserError(
+            f"{where}: high_freq_factor = {rope['high_freq_factor']} must be above low_freq_factor = {rope['low_freq_factor']}"
+        )
 
 
 def rope_frequencies(rope: dict, head_dim: int, max_position_embeddings: int, length: int) -> tuple[np.ndarray, float]:

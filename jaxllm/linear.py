@@ -84,14 +84,16 @@ matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def add_bias(y, bias, names, compute, reduce):
-    """y [*leading, *outputs] + bias [*outputs]; the bias gradient is summed over tokens and devices in the dtype of the reduction."""
-    return y + jnp.expand_dims(gather(bias, names, compute), tuple(range(y.ndim - bias.ndim)))
+def add_bias(y, bias, num_outputs, compute, reduce):
+    """y [*leading, *outputs] + bias [product of outputs], flat so that it rests split; its gradient is summed over tokens and devices in the
+    dtype of the reduction."""
+    used = gather(bias, ("bias",), compute).reshape(y.shape[y.ndim - num_outputs :])
+    return y + jnp.expand_dims(used, tuple(range(y.ndim - num_outputs)))
 
 
-def _add_bias_backward(names, compute, reduce, like, dy):
-    db = jnp.sum(dy.astype(reduce), axis=tuple(range(dy.ndim - len(names))))
-    return dy, constrain(db, *names, table=AT_REST).astype(like.dtype)
+def _add_bias_backward(num_outputs, compute, reduce, like, dy):
+    db = jnp.sum(dy.astype(reduce), axis=tuple(range(dy.ndim - num_outputs))).reshape(-1)
+    return dy, constrain(db, "bias", table=AT_REST).astype(like.dtype)
 
 
 add_bias.defvjp(lambda y, b, *static: (add_bias(y, b, *static), jnp.zeros((0,), b.dtype)), _add_bias_backward)
@@ -119,13 +121,12 @@ class Linear(nnx.Module):
         self.compute, self.reduce = precision.compute, precision.gradient_reduce
         shape = (*inputs.values(), *outputs.values())
         self.kernel = nnx.Param(stddev * jax.random.normal(rngs.params(), shape, precision.param), axes=self.names)
-        self.bias = (
-            nnx.Param(jnp.zeros(tuple(outputs.values()), precision.param), axes=tuple(outputs)) if use_bias else None
-        )
+        bias = lambda: nnx.Param(jnp.zeros((math.prod(outputs.values()),), precision.param), axes=("bias",))
+        self.bias = bias() if use_bias else None
 
     def __call__(self, x):
         """x [B, T, *inputs] -> [B, T, *outputs] in the compute dtype."""
         y = matmul(x, self.kernel.get_value(), self.names, self.num_inputs, self.compute, self.reduce)
         if self.bias is not None:
-            y = add_bias(y, self.bias.get_value(), self.names[self.num_inputs :], self.compute, self.reduce)
+            y = add_bias(y, self.bias.get_value(), len(self.names) - self.num_inputs, self.compute, self.reduce)
         return checkpoint_name(y, self.name)

@@ -90,15 +90,16 @@ def _local_sums(hidden, head, targets, weights, *, z_loss, chunk_size, with_grad
     def one_chunk(carry, xs):
         loss_sum, z_sum, d_head = carry
         x, target, weight = xs
+        # A token of weight 0 may hold anything, non-finite values included; 0 x inf must not reach a sum.
+        x = jnp.where((weight != 0)[:, None], x, jnp.zeros((), x.dtype))
         logits = jax.lax.dot_general(x, head, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
         peak = jnp.max(logits, axis=-1, keepdims=True)
         exp = jnp.exp(logits - peak)
         partition = jnp.sum(exp, axis=-1, keepdims=True)
         lse = (peak + jnp.log(partition))[:, 0]
         picked = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
-        # A row of weight 0 may hold anything, non-finite values included: it must not reach the sums as 0 * inf.
-        loss_sum += jnp.sum(jnp.where(weight != 0, weight * (lse - picked), 0))
-        z_sum += jnp.sum(jnp.where(weight != 0, weight * lse * lse, 0))
+        loss_sum += jnp.sum(weight * (lse - picked))
+        z_sum += jnp.sum(weight * lse * lse)
         if not with_gradients:
             return (loss_sum, z_sum, d_head), None
         # d/dlogit = weight ((1 + 2 z lse) p - onehot)

@@ -15,9 +15,6 @@ import sys
 import tempfile
 import time
 
-if __name__ == "__main__" or "jax" not in sys.modules:
-    os.environ["JAX_PLATFORMS"] = "cpu"  # before jax is imported: the plugin must not look for a driver
-
 from jaxllm.section import UserError
 
 TARGETS = {"h100": "h100_sxm.txtpb", "h200": "h200.txtpb"}
@@ -98,20 +95,14 @@ def uncached():
 def compile_step(cfg, on: str):
     """(compiled, abstract TrainState, seconds, lines that the compiler printed) of the training step of `cfg` on `on`."""
     import jax
-    import jax.numpy as jnp
 
     from jaxllm import sharding, step
-    from jaxllm.data.batch import Batch
+    from jaxllm.data.batch import abstract_batch
 
     mesh = sharding.make_mesh(cfg.mesh, devices(on))
     with jax.set_mesh(mesh):
         graphdef, state = step.abstract_state(cfg)
-        pieces = cfg.optimizer.num_microbatches
-        shape, placed = (pieces, cfg.data.global_batch_size // pieces, cfg.data.seq_len), sharding.batch_sharding(mesh)
-        like = lambda dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=placed)
-        batch = Batch(
-            **{n: like(jnp.float32 if n == "loss_weights" else jnp.int32) for n in Batch.__dataclass_fields__}
-        )
+        batch = abstract_batch(mesh, cfg.optimizer.num_microbatches, cfg.data.global_batch_size, cfg.data.seq_len)
         begin = time.perf_counter()
         with uncached(), compiler_output() as lines:
             lowered = step.make_train_step(graphdef, cfg).trace(state, batch).lower(lowering_platforms=("cuda",))
@@ -218,6 +209,7 @@ def main(arguments=None) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes on top, with TOML values")
     options = parser.parse_intermixed_args(arguments)
+    os.environ["JAX_PLATFORMS"] = "cpu"  # before jax is imported: the plugin must not look for a driver
     try:
         from jaxllm.config import load_config
 

@@ -24,10 +24,10 @@ BATCH = ("replica", "data", "expert")
 WEIGHTS = ("data", "sequence", "expert")
 
 AT_REST = {
-    "batch": BATCH, "sequence": "sequence", "embed": WEIGHTS, "experts": "expert",
+    "batch": BATCH, "sequence": "sequence", "embed": WEIGHTS, "bias": WEIGHTS, "experts": "expert",
     "heads": None, "kv_heads": None, "head_dim": None, "mlp": None, "vocab": None, "layers": None,
 }  # fmt: skip
-IN_USE = {**AT_REST, "embed": None}
+IN_USE = {**AT_REST, "embed": None, "bias": None}
 
 
 class MeshConfig(Section):

@@ -10,9 +10,9 @@ import argparse
 import contextlib
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import pathlib
-import shutil
 import signal
 import sys
 import traceback
@@ -20,11 +20,15 @@ import traceback
 from jaxllm.section import UserError
 
 DONE, FAULT, BAD_INPUT, DIVERGED, INTERRUPTED = range(5)
-KNOWN_FILES = ("config.toml", "metrics.jsonl", "tokenizer", "export", "tensorboard")
+RUN_FILES = ("checkpoints", "config.toml", "metrics.jsonl", "tokenizer", "tensorboard", "export")
 
 
 class Diverged(Exception):
     """Too many steps in a row without a finite loss and gradient norm."""
+
+
+class OutOfMemory(Exception):
+    """A device ran out of memory; the message says what to change."""
 
 
 class Interruption:
@@ -39,14 +43,51 @@ class Interruption:
         if self.signal is not None:
             raise KeyboardInterrupt
         self.signal = signal.Signals(number).name
-        print(
-            f"{self.signal}: the step in flight ends, then the run is saved; once more to stop without saving",
-            flush=True,
+        # os.write and not print: the signal may have come in the middle of a print
+        os.write(
+            1,
+            f"{self.signal}: the step in flight ends, then the run is saved; once more to stop without saving\n".encode(),
         )
 
     def __exit__(self, *_):
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+
+class Replaced:
+    """What checkpoint.overwrite gives up: set aside as one folder before the new run writes anything, put back if the new run does not come to
+    train, and without its checkpoints from then on. Nothing else is ever removed."""
+
+    def __init__(self, output: pathlib.Path):
+        numbers = itertools.count(1)
+        self.output, self.aside = output, next(p for n in numbers if not (p := output / f"replaced-{n}").exists())
+
+    def __enter__(self):
+        self.names = [name for name in RUN_FILES if (self.output / name).exists()]
+        if self.names:
+            self.aside.mkdir()
+        for name in self.names:
+            os.rename(self.output / name, self.aside / name)
+        return self
+
+    def give_up(self) -> None:
+        from jaxllm import checkpoint
+
+        if self.names:
+            checkpoint.erase(self.aside)
+            print(f"overwritten: the earlier run's other files are kept in {self.aside}", flush=True)
+        self.names = []
+
+    def __exit__(self, *_):
+        for name in self.names:
+            with contextlib.suppress(OSError):
+                (self.output / name).rmdir()
+            if (self.output / name).exists():  # what the new run began
+                os.rename(self.output / name, self.aside / f"{name}.unfinished")
+            os.rename(self.aside / name, self.output / name)
+        if self.names:
+            with contextlib.suppress(OSError):
+                self.aside.rmdir()
 
 
 def train(cfg) -> int:
@@ -73,22 +114,21 @@ def train(cfg) -> int:
             stack.enter_context(checkpoint.lock(output))
         start = starting_step(cfg)
         if start == cfg.steps:
+            export_checkpoint(cfg, start)
             print(
                 f"{output}: the checkpoint is at step {start} and steps = {cfg.steps}: nothing to do; raise steps, or use another output_dir",
                 flush=True,
             )
             return DONE
-        if first and cfg.checkpoint.overwrite:
-            checkpoint.erase(output)
-            if (output / "tokenizer" / "recipe.json").is_file():  # trained for the run that is given up
-                shutil.rmtree(output / "tokenizer")
+        replaced = stack.enter_context(Replaced(output)) if first and cfg.checkpoint.overwrite else None
         interruption = stack.enter_context(Interruption())
         checkpoints = stack.enter_context(checkpoint.Checkpoints(output / checkpoint.FOLDER, cfg.checkpoint))
+        checkpoints.latest()  # names unfinished saves
         mesh = sharding.make_mesh(cfg.mesh)
         stack.enter_context(jax.set_mesh(mesh))
         print(f"mesh: {', '.join(f'{axis} {size}' for axis, size in mesh.shape.items())}", flush=True)
         graphdef, abstract = step.abstract_state(cfg)
-        print(memory_estimate(abstract), flush=True)
+        print(memory_estimate(abstract, device), flush=True)
 
         with phase("reading the data"):
             if start is None:
@@ -102,7 +142,7 @@ def train(cfg) -> int:
                         "mean nothing; bring them back, or start another output_dir with model.path set to this checkpoint"
                     )
             stack.callback(batches.close)
-            evaluation = make_eval_batches(cfg) if cfg.evaluation.every else None
+            evaluation = make_eval_batches(cfg, batches=batches) if cfg.evaluation.every else None
         print(f"training on {batches.summary}", flush=True)
         if evaluation:
             print(f"evaluating on {evaluation.summary}", flush=True)
@@ -113,13 +153,14 @@ def train(cfg) -> int:
         else:
             print(f"resuming from step {start}", flush=True)
             checkpoints.set_aside_after(start)
+        run = Run(cfg, graphdef, state, batches, evaluation, checkpoints, text, interruption)
+        run.compile(step, mesh)
+        if replaced:
+            replaced.give_up()
         if first:
             write_beside(output / "config.toml", text)
-
-        run = Run(cfg, graphdef, state, batches, evaluation, checkpoints, text, step, mesh)
-        run.show_sample("before")
-        with phase("compiling the training step"):
-            run.compile()
+        if not start:
+            run.show_sample("before")
         log = Metrics(
             output,
             cfg.logging,
@@ -129,40 +170,42 @@ def train(cfg) -> int:
             peak_flops=peak_flops(cfg, device),
         )
         with log:
-            return run.loop(start, log, interruption)
+            return run.loop(start, log)
 
 
 class Run:
     """The parts of a run that the loop moves."""
 
-    def __init__(self, cfg, graphdef, state, batches, evaluation, checkpoints, text, step, mesh):
+    def __init__(self, cfg, graphdef, state, batches, evaluation, checkpoints, text, interruption):
         self.cfg, self.graphdef, self.state, self.batches = cfg, graphdef, state, batches
-        self.evaluation, self.checkpoints, self.text, self.mesh = evaluation, checkpoints, text, mesh
-        self.train_step, self.eval_step = step.make_train_step(graphdef, cfg), step.make_eval_step(graphdef, cfg)
+        self.evaluation, self.checkpoints, self.text, self.interruption = evaluation, checkpoints, text, interruption
         self.bad = 0
 
-    def compile(self):
-        import jax
-        import jax.numpy as jnp
+    def compile(self, step, mesh):
+        from jaxllm.data.batch import abstract_batch
+        from jaxllm.metrics import phase
 
-        from jaxllm.data.batch import Batch
-        from jaxllm.sharding import batch_sharding
+        cfg = self.cfg
+        batch = abstract_batch(mesh, cfg.optimizer.num_microbatches, cfg.data.global_batch_size, cfg.data.seq_len)
+        with phase("compiling the training step"):
+            self.train_step = step.make_train_step(self.graphdef, cfg).lower(self.state, batch).compile()
+        if self.evaluation:
+            batch = abstract_batch(mesh, 1, cfg.evaluation.batch_size, cfg.data.seq_len)
+            with phase("compiling the evaluation step"):
+                self.eval_step = step.make_eval_step(self.graphdef, cfg).lower(self.state, batch).compile()
 
-        data, pieces = self.cfg.data, self.cfg.optimizer.num_microbatches
-        shape, placed = (pieces, data.global_batch_size // pieces, data.seq_len), batch_sharding(self.mesh)
-        like = lambda dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=placed)
-        fields = {
-            name: like(jnp.float32 if name == "loss_weights" else jnp.int32) for name in Batch.__dataclass_fields__
-        }
-        self.train_step = self.train_step.lower(self.state, Batch(**fields)).compile()
-
-    def loop(self, start, log, interruption) -> int:
-        cfg, step = self.cfg, start
+    def loop(self, start, log) -> int:
+        cfg, step, evaluated = self.cfg, start, None
         positions = cfg.data.global_batch_size * cfg.data.seq_len
         if self.evaluation and start == 0:
             self.evaluate(0, log)
-        while step < cfg.steps and not interruption.signal:
-            batch = next(self.batches, None)
+        while step < cfg.steps and not self.interruption.signal:
+            try:
+                batch = next(self.batches, None)
+            except Exception:
+                self.save(step, log)  # a document that went bad costs no step
+                self.checkpoints.wait()
+                raise
             if batch is None:
                 print(f"the data ended after step {step} of {cfg.steps} (data.repeat = false)", flush=True)
                 break
@@ -170,21 +213,27 @@ class Run:
             step += 1
             self.judge(log.record(step, metrics, positions))
             if self.evaluation and (step % cfg.evaluation.every == 0 or step == cfg.steps):
-                self.evaluate(step, log)
+                evaluated = self.evaluate(step, log)
             if cfg.checkpoint.every and step % cfg.checkpoint.every == 0:
                 self.save(step, log)
         self.judge(log.flush())
         self.save(step, log)
         self.checkpoints.wait()
-        if interruption.signal:
+        if self.interruption.signal and step < cfg.steps:
+            changed = cfg.checkpoint.overwrite or cfg.checkpoint.resume != "auto"
+            again = (
+                "checkpoint.overwrite=false checkpoint.resume=auto goes on" if changed else "the same command goes on"
+            )
             print(
-                f"stopped by {interruption.signal} at step {step}; the checkpoint is complete, the same command goes on from here",
+                f"stopped by {self.interruption.signal} at step {step}; the checkpoint is complete, {again} from here",
                 flush=True,
             )
             return INTERRUPTED
+        if self.evaluation and evaluated != step:
+            self.evaluate(step, log)
         log.close()
         self.show_sample("after")
-        self.export(step)
+        export(cfg, self.state.params, step, self.batches.tokenizer.folder)
         print(f"done: {step} steps; the last checkpoint is {self.checkpoints.folder / str(step)}", flush=True)
         return DONE
 
@@ -214,10 +263,13 @@ class Run:
         with log.pause():
             self.checkpoints.save(step, self.state, self.batches.cursors, self.text, self.batches.fingerprint)
 
-    def evaluate(self, step, log):
+    def evaluate(self, step, log) -> int:
+        """Token-weighted mean loss over the held-out documents; given up, without a row, when the run is to stop."""
         loss_sum = weight_sum = 0.0
         with log.pause():
             for batch in self.evaluation:
+                if self.interruption.signal and step < self.cfg.steps:
+                    return step
                 sums = self.eval_step(self.state, batch)
                 loss_sum, weight_sum = loss_sum + float(sums["loss_sum"]), weight_sum + float(sums["weight_sum"])
             if not weight_sum:
@@ -225,84 +277,113 @@ class Run:
                     "evaluation: no token to evaluate on; give more documents in evaluation.path or a larger evaluation.holdout"
                 )
             log.record_evaluation(step, loss_sum / weight_sum, int(weight_sum))
+        return step
 
     def show_sample(self, when):
         prompt = self.cfg.evaluation.prompt
-        if prompt is None:
+        if prompt is None or self.interruption.signal:
             return
         from jaxllm.generate import sample
 
         tokenizer = self.batches.tokenizer
-        ids = [
-            *([tokenizer.bos_id] if tokenizer.bos_id is not None else []),
-            *map(int, tokenizer.encode_batch([prompt])[0]),
-        ]
+        ids = [*map(int, self.batches.render.begin), *map(int, tokenizer.encode_batch([prompt])[0])]
         made = sample(self.graphdef, self.state, ids, self.cfg.evaluation.prompt_tokens, eos_id=tokenizer.eos_id)
         print(f"--- sample {when} training ---\n{prompt}{tokenizer.decode(made)}\n---", flush=True)
 
-    def export(self, step):
-        dtype = self.cfg.checkpoint.export
-        if dtype is None:
-            return
-        from jaxllm import hf
-        from jaxllm.models import FAMILIES
 
-        family, folder = FAMILIES[self.cfg.model.family], pathlib.Path(self.cfg.output_dir) / "export" / str(step)
-        if folder.exists():
-            print(f"{folder} exists and is left as it is", flush=True)
-            return
-        folder.parent.mkdir(exist_ok=True)
-        hf.save_folder(
-            self.state.params,
-            family.hf_weights(self.cfg.model),
-            family.config_to_hf(self.cfg.model),
-            folder,
-            dtype=dtype,
-            tokenizer_folder=self.batches.tokenizer.folder,
-        )
-        print(f"Hugging Face folder: {folder}", flush=True)
+def export(cfg, params, step, tokenizer_folder) -> None:
+    """Writes <output_dir>/export/<step> when checkpoint.export asks for it and it is not there."""
+    from jaxllm import hf
+    from jaxllm.models import FAMILIES
+
+    family, folder = FAMILIES[cfg.model.family], pathlib.Path(cfg.output_dir) / "export" / str(step)
+    if cfg.checkpoint.export is None or folder.exists():
+        return
+    folder.parent.mkdir(exist_ok=True)
+    hf.save_folder(
+        params,
+        family.hf_weights(cfg.model),
+        family.config_to_hf(cfg.model),
+        folder,
+        dtype=cfg.checkpoint.export,
+        tokenizer_folder=tokenizer_folder,
+    )
+    print(f"Hugging Face folder: {folder}", flush=True)
+
+
+def export_checkpoint(cfg, step) -> None:
+    """The export of a finished run that was stopped before it was written, or that is asked for now."""
+    from jaxllm import checkpoint
+    from jaxllm.data.render import load_tokenizer
+
+    output = pathlib.Path(cfg.output_dir)
+    if cfg.checkpoint.export is None or (output / "export" / str(step)).exists():
+        return
+    trained = output / "tokenizer"
+    tokenizer = trained if trained.is_dir() else load_tokenizer(cfg).folder
+    export(cfg, checkpoint.load_params(output / checkpoint.FOLDER / str(step))[0], step, tokenizer)
 
 
 def starting_step(cfg) -> int | None:
     """The step to resume from, None to begin. UserError when the output folder holds a run that this config does not continue."""
     from jaxllm import checkpoint, config
 
-    output, resume = cfg.output_dir, cfg.checkpoint.resume
-    found = checkpoint.inspect(output, KNOWN_FILES)
-    if found.foreign:
-        print(
-            f"{output} also holds {', '.join(found.foreign[:5])}, which jaxllm did not write and leaves alone",
-            flush=True,
-        )
+    output, resume = pathlib.Path(cfg.output_dir), cfg.checkpoint.resume
+    found = checkpoint.inspect(output, RUN_FILES)
+    if foreign := [name for name in found.foreign if not name.startswith("replaced-")]:
+        print(f"{output} also holds {', '.join(foreign[:5])}, which jaxllm did not write and leaves alone", flush=True)
     if cfg.checkpoint.overwrite:
+        if cfg.model.path and output.resolve() in (
+            pathlib.Path(cfg.model.path).resolve(),
+            *pathlib.Path(cfg.model.path).resolve().parents,
+        ):
+            raise UserError(
+                f"checkpoint.overwrite: model.path = {cfg.model.path!r} is inside {output}, whose checkpoints would be removed; use another output_dir"
+            )
         return None
-    if found.latest is None:
+    if not found.steps:
         if isinstance(resume, int):
             raise UserError(f"checkpoint.resume: step {resume} is asked for, but {output} has no checkpoint")
+        refuse_other_run(cfg, output)
         return None
     if resume == "never":
         raise UserError(
-            f'output_dir: {output} has checkpoints up to step {found.latest}, and checkpoint.resume is "never"; set checkpoint.resume=auto to go '
-            "on, checkpoint.overwrite=true to remove them, or another output_dir"
+            f'output_dir: {output} has checkpoints up to step {found.steps[-1]}, and checkpoint.resume is "never"; set checkpoint.resume=auto to '
+            "go on, checkpoint.overwrite=true to remove them, or another output_dir"
         )
-    step = found.latest if resume == "auto" else resume
-    saved_text = pathlib.Path(output) / checkpoint.FOLDER / str(step) / "config.toml"
-    if saved_text.is_file():
-        saved = config.load_config(saved_text, resolve_path=False)
-        refused, shown = config.differences(saved, cfg)
-        if refused:
-            raise UserError(
-                f"output_dir: {output} has checkpoints up to step {found.latest} of a run with other settings:\n  "
-                + "\n  ".join(refused)
-                + "\nGo on with the saved settings to resume, set checkpoint.overwrite=true to remove them, or use another output_dir"
-            )
-        for line in shown:
-            print(f"changed since the checkpoint: {line}", flush=True)
+    step = found.steps[-1] if resume == "auto" else resume
+    if step not in found.steps:
+        raise UserError(
+            f"checkpoint.resume: {output} has no checkpoint of step {step}; there are {', '.join(map(str, found.steps))}"
+        )
+    saved = config.load_config(output / checkpoint.FOLDER / str(step) / "config.toml", resolve_path=False)
+    refused, shown = config.differences(saved, cfg)
+    if refused:
+        raise UserError(
+            f"output_dir: {output} has checkpoints up to step {found.steps[-1]} of a run with other settings:\n  "
+            + "\n  ".join(refused)
+            + "\nGo on with the saved settings to resume, set checkpoint.overwrite=true to remove them, or use another output_dir"
+        )
+    for line in shown:
+        print(f"changed since the checkpoint: {line}", flush=True)
     if step > cfg.steps:
         raise UserError(
             f"steps: the checkpoint in {output} is at step {step}, and steps = {cfg.steps}; raise steps, or use another output_dir"
         )
     return step
+
+
+def refuse_other_run(cfg, output) -> None:
+    """UserError when a folder without checkpoints holds files that this run would write over and that are not its own."""
+    from jaxllm import config
+
+    file, rows = output / "config.toml", output / "metrics.jsonl"
+    same = file.is_file() and file.read_text(encoding="utf-8") == config.dump(cfg)
+    if not same and (file.exists() or (rows.is_file() and rows.stat().st_size)):
+        raise UserError(
+            f"output_dir: {output} holds {'config.toml' if file.exists() else 'metrics.jsonl'} of something else than this run, and no checkpoint; "
+            "use another output_dir, or checkpoint.overwrite=true to set it aside"
+        )
 
 
 def remove_untouched(output: pathlib.Path) -> None:
@@ -315,18 +396,31 @@ def remove_untouched(output: pathlib.Path) -> None:
             output.rmdir()
 
 
-def memory_estimate(abstract) -> str:
+def memory_estimate(abstract, device) -> str:
     """Parameters, and bytes at rest on each device."""
     import jax
     import numpy as np
+
+    from jaxllm import hardware
 
     def on_device(tree):
         return sum(np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)) / 2**30
 
     count = sum(int(np.prod(p.shape)) for p in abstract.params.values())
+    known = hardware.of(device.device_kind)
     return (
         f"{count:,} parameters; on each device {on_device(abstract.params):.2f} GiB of weights and {on_device(abstract.opt_state):.2f} GiB "
-        "of optimizer state, plus activations (python -m jaxllm.plan compiles to find out)"
+        f"of optimizer state{f', of {known.memory_gib:.0f}' if known else ''}, plus gradients and activations (python -m jaxllm.plan compiles "
+        "to find out)"
+    )
+
+
+def out_of_memory_advice(cfg) -> str:
+    return (
+        f"the device is out of memory. Most helpful first: model.remat={'full' if cfg.model.remat != 'full' else 'offload'} (now "
+        f"{cfg.model.remat!r}), optimizer.num_microbatches={2 * cfg.optimizer.num_microbatches} (now {cfg.optimizer.num_microbatches}), more "
+        f"devices in mesh.data or mesh.sequence (now {cfg.mesh.described()}), loss.chunk_size={max(cfg.loss.chunk_size // 4, 1)} (now "
+        f"{cfg.loss.chunk_size}), optimizer.moments=bfloat16 (now {cfg.optimizer.moments}). python -m jaxllm.plan shows what each needs"
     )
 
 
@@ -358,8 +452,12 @@ def guarded(function, *args) -> int:
     except KeyboardInterrupt:
         print("stopped at once; steps since the last checkpoint are lost", file=sys.stderr, flush=True)
         return FAULT
+    except OutOfMemory as error:
+        print(f"fault: {error}", file=sys.stderr, flush=True)
+        return FAULT
     except Exception as error:
-        traceback.print_exc()
+        if type(error).__name__ != "SaveError":  # says all there is to say
+            traceback.print_exc()
         print(f"fault: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return FAULT
 
@@ -410,7 +508,12 @@ def main(arguments=None) -> int:
         if options.print_config:
             print(config.describe(cfg), end="")
             return DONE
-        return train(cfg)
+        try:
+            return train(cfg)
+        except Exception as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise OutOfMemory(f"{str(error).splitlines()[0][:200]}: {out_of_memory_advice(cfg)}") from error
 
     return guarded(run)
 

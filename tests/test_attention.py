@@ -100,7 +100,7 @@ def test_what_stands_at_padding_places_has_no_influence(rng, backend):
 def test_lengths_and_head_dims_that_fit_no_block(rng, backend, length, head_dim):
     given = inputs(rng, B=1, length=length, H=2, K=1, D=head_dim)
     for got, want in zip(run(backend, True, *given)[2:], oracle(*given)[2:], strict=True):
-        assert error(got, want) < 1e-5
+        assert error(got, want, floor=1.0) < 1e-5  # of one key only, dq and dk are exactly 0
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -433,12 +433,12 @@ def test_a_step_already_on_disk_is_not_written_twice(tmp_path):
 
 
 def test_an_output_folder_can_be_looked_into_without_changing_it(tmp_path):
-    assert checkpoint.inspect(tmp_path / "new") == checkpoint.Found(None, None, ())
+    assert checkpoint.inspect(tmp_path / "new") == checkpoint.Found((), ())
     assert not (tmp_path / "new").exists()
     saved(tmp_path / "checkpoints", 2, 10)
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "thesis.tex").touch()
-    assert checkpoint.inspect(tmp_path, ("metrics.jsonl",)) == checkpoint.Found(10, CONFIG, ("thesis.tex",))
+    assert checkpoint.inspect(tmp_path, ("metrics.jsonl",)) == checkpoint.Found((2, 10), ("thesis.tex",))
     with pytest.raises(UserError, match="thesis.tex is a file"):
         checkpoint.inspect(tmp_path / "thesis.tex")
 

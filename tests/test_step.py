@@ -48,7 +48,7 @@ def test_loss_and_gradients_do_not_depend_on_the_mesh(sizes, alone):
 def test_everything_rests_split_over_data_sequence_and_expert(sizes):
     device_mesh = mesh(**sizes)
     with jax.set_mesh(device_mesh):
-        _, state = step.init_state(tiny())
+        _, state = step.init_state(tiny("model.attention_bias=true", "model.mlp_bias=true"))
     parts = int(np.prod([device_mesh.shape[a] for a in sharding.WEIGHTS]))
     arrays = [x for x in jax.tree.leaves((state.params, state.opt_state)) if x.ndim]
     held = sum(x.addressable_shards[0].data.nbytes for x in arrays)
@@ -131,6 +131,14 @@ def test_masters_and_moments_are_float32_under_bfloat16_compute():
     with jax.set_mesh(mesh()):
         _, state = step.abstract_state(tiny("precision.compute=bfloat16"))
     assert {str(x.dtype) for x in jax.tree.leaves((state.params, state.opt_state)) if x.ndim} == {"float32"}
+
+
+def test_biases_and_a_pad_id_do_not_depend_on_the_mesh():
+    cfg = tiny("model.attention_bias=true", "model.mlp_bias=true", "model.pad_token_id=7", "loss.z_loss=1e-3")
+    loss, grads = gradients(cfg, mesh(replica=2, data=2, sequence=2), rows())
+    want_loss, want = gradients(cfg, mesh(), rows())
+    assert loss == pytest.approx(want_loss, rel=1e-5)
+    assert worst(grads, want)[0] < 1e-4 and "layers/self_attn/q_proj/bias" in grads
 
 
 def test_a_tied_head_gets_the_sum_of_both_gradients():

@@ -1,12 +1,15 @@
 """`python -m jaxllm.train` as a user runs it: trains, stops, goes on, exports, and refuses what cannot work."""
 
+import itertools
 import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 
 import jax
@@ -200,19 +203,23 @@ def test_the_export_opens_in_transformers_with_the_same_logits(config_file, tmp_
     np.testing.assert_allclose(np.asarray(ours), theirs, atol=1e-5, rtol=1e-4)
 
 
-def test_the_snippet_for_research_code_runs_as_written(config_file, tmp_path, monkeypatch):
+def test_the_snippet_for_research_code_runs_as_written_in_the_readme(tmp_path, monkeypatch):
     import jaxllm
 
-    cfg = jaxllm.load_config(config_file, "optimizer.learning_rate=1e-3", f"output_dir={tmp_path}")
-    with jax.set_mesh(jaxllm.make_mesh(cfg.mesh)):
-        graphdef, state = jaxllm.init_state(cfg)
-        train_step = jaxllm.make_train_step(graphdef, cfg)
-        for number, batch in enumerate(jaxllm.make_batches(cfg)):
-            state, metrics = train_step(state, batch)
-            if number == 2:
-                break
-        values = jaxllm.logits(graphdef, state, batch.tokens[0])
-    assert int(state.step) == 3 and float(metrics["loss"]) < 6 and values.dtype == np.float32
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    snippet = textwrap.dedent(re.search(r"    import jax, jaxllm\n.*?(?=\n\S)", readme, re.S)[0])
+    assert "for batch in jaxllm.make_batches(cfg)" in snippet
+    endless = jaxllm.make_batches
+    monkeypatch.setattr(jaxllm, "make_batches", lambda cfg: itertools.islice(endless(cfg), 2), raising=False)
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    monkeypatch.chdir(tmp_path)  # where it trains its tokenizer
+    names = {}
+    exec(snippet, names)
+    state, metrics, batch = names["state"], names["metrics"], names["batch"]
+    assert int(state.step) == 2 and 6 < float(metrics["loss"]) < 9
+    with jax.set_mesh(jaxllm.make_mesh(names["cfg"].mesh)):
+        values = jaxllm.logits(names["graphdef"], state, batch.tokens[0])
+    assert values.dtype == np.float32 and values.shape == (*batch.tokens[0].shape, 4096)
     assert jaxllm.load_config(None, "steps=7").steps == 7
 
 
@@ -416,3 +423,98 @@ def test_two_runs_cannot_share_a_folder(config_file, tmp_path):
         "optimizer.warmup_steps=1",
     )
     assert list(metrics(output)) == [1, 2]
+
+
+def tree(folder):
+    return {
+        p.relative_to(folder): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file() and p.name != ".lock"
+    }
+
+
+def test_overwrite_gives_nothing_up_before_the_new_run_can_train(config_file, tmp_path):
+    output = tmp_path / "run"
+    run(config_file, output, "steps=3")
+    before = tree(output)
+    assert "nowhere" in run(config_file, output, "steps=3", "checkpoint.overwrite=true", "data.path=/nowhere", code=2)
+    assert tree(output) == before
+    inside = output / "checkpoints" / "3"
+    text = run(config_file, output, "steps=3", "checkpoint.overwrite=true", f"model.path={inside}", code=2)
+    assert "model.path" in text and tree(output) == before
+    text = run(config_file, output, "steps=2", "seed=5", "checkpoint.overwrite=true")
+    assert "replaced-1" in text and sorted(p.name for p in (output / "checkpoints").iterdir()) == ["2"]
+    assert (output / "replaced-1" / "metrics.jsonl").read_bytes() == before[pathlib.Path("metrics.jsonl")]
+
+
+def test_files_that_are_not_this_run_s_are_not_written_over(config_file, tmp_path):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "config.toml").write_text("# my own notes\n" + config_file.read_text(encoding="utf-8"), encoding="utf-8")
+    (mine / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
+    before = tree(mine)
+    text = run(mine / "config.toml", mine, code=2)
+    assert "output_dir" in text and "config.toml" in text and tree(mine) == before
+
+
+def test_a_finished_run_still_exports_and_a_missing_step_is_not_called_finished(config_file, tmp_path):
+    output = tmp_path / "run"
+    run(config_file, output, "steps=3")
+    text = run(config_file, output, "steps=3", 'checkpoint.export="bfloat16"')
+    assert "nothing to do" in text and (output / "export" / "3" / "model.safetensors").exists()
+    assert (output / "export" / "3" / "tokenizer.json").exists()
+    text = run(config_file, output, "steps=50", "checkpoint.resume=50", code=2)
+    assert "no checkpoint of step 50" in text and "3" in text
+
+
+def test_sigterm_while_compiling_saves_and_the_run_goes_on(config_file, tmp_path):
+    output = tmp_path / "run"
+    process = subprocess.Popen(
+        command(config_file, output, "steps=10"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(),
+    )
+    seen = ""
+    for line in process.stdout:
+        seen += line
+        if line.startswith("compiling the training step ..."):
+            process.send_signal(signal.SIGTERM)
+            break
+    seen += process.stdout.read()
+    assert process.wait(timeout=120) == 4, seen
+    assert "stopped by SIGTERM at step 0; the checkpoint is complete" in seen
+    assert "resuming from step 0" in run(config_file, output, "steps=10")
+    assert list(metrics(output)) == list(range(1, 11))
+
+
+def test_validation_loss_does_not_depend_on_its_batches(config_file, tmp_path):
+    losses = set()
+    for size in (1, 3, 8):
+        output = tmp_path / str(size)
+        run(
+            config_file,
+            output,
+            "steps=2",
+            "evaluation.every=2",
+            "evaluation.holdout=0.3",
+            f"evaluation.batch_size={size}",
+        )
+        rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+        losses |= {
+            (round(row["eval_loss"], 5), row["eval_tokens"])
+            for row in rows
+            if row.get("eval_loss") and row["step"] == 2
+        }
+    assert len(losses) == 1, losses
+
+
+def test_a_resume_on_other_documents_is_refused(config_file, corpus, tmp_path):
+    copy = tmp_path / "corpus"
+    shutil.copytree(corpus, copy)
+    run(config_file, tmp_path / "run", "steps=2", f"data.path={copy}", "data.tokenizer=bpe:300")
+    tokenizer = tmp_path / "run" / "tokenizer"
+    (copy / "005.txt").write_text("another text altogether")
+    text = run(config_file, tmp_path / "run", "steps=4", f"data.path={copy}", f"data.tokenizer={tokenizer}", code=2)
+    assert "documents" in text and "step 2" in text
+    shutil.copy(corpus / "005.txt", copy / "005.txt")
+    run(config_file, tmp_path / "run", "steps=4", f"data.path={copy}", f"data.tokenizer={tokenizer}")

@@ -109,6 +109,13 @@ def to_device(rows, num_microbatches, mesh, global_batch_size=None):
     return Batch(**{name: put(values) for name, values in folded.items()})
 
 
+def abstract_batch(mesh, num_microbatches, num_rows, seq_len):
+    """A Batch of jax.ShapeDtypeStructs with shardings: what a step is compiled for."""
+    shape, sharding = (num_microbatches, num_rows // num_microbatches, seq_len), batch_sharding(mesh)
+    dtypes = {field.name: np.int32 for field in dataclasses.fields(Batch)} | {"loss_weights": np.float32}
+    return Batch(**{name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()})
+
+
 def _mesh(mesh):
     mesh = jax.sharding.get_mesh() if mesh is None else mesh
     if mesh.empty:
@@ -134,9 +141,9 @@ class Batches:
                 f"data.global_batch_size: the position to go on from has {len(cursors)} rows, the config "
                 f"{self._size}; the order of the data depends on this number, so go on with the same one"
             )
-        self.documents, _ = open_documents(cfg.data, cfg.evaluation)
+        self.documents, self.held_out = open_documents(cfg.data, cfg.evaluation)
         self.tokenizer = load_tokenizer(cfg, self.documents)
-        render = TextRenderer(self.tokenizer, cfg.data)
+        self.render = render = TextRenderer(self.tokenizer, cfg.data)
         self.summary = self.documents.summary()
         self.fingerprint = hashlib.blake2b(
             (self.documents.fingerprint + render.fingerprint).encode(), digest_size=16
@@ -202,17 +209,20 @@ class EvaluationBatches:
     size. Every process packs all rows and takes its own.
     """
 
-    def __init__(self, cfg, mesh=None):
+    def __init__(self, cfg, mesh=None, batches=None):
         self._mesh, self._size, self._max_batches = _mesh(mesh), cfg.evaluation.batch_size, cfg.evaluation.max_batches
         _check_places(self._mesh, cfg.data.seq_len)
         if self._size % (shards := _num_shards(self._mesh, 1)):
             raise UserError(
                 f"evaluation.batch_size: {self._size} rows do not divide over {shards} shares of the mesh's batch axes"
             )
-        training, self.documents = open_documents(cfg.data, cfg.evaluation)
+        if batches is None:
+            training, self.documents = open_documents(cfg.data, cfg.evaluation)
+        else:
+            self.documents = batches.held_out
         if self.documents is None:
             raise UserError("evaluation: there is nothing to evaluate on; set evaluation.holdout or evaluation.path")
-        self._render = TextRenderer(load_tokenizer(cfg, training), cfg.data)
+        self._render = batches.render if batches else TextRenderer(load_tokenizer(cfg, training), cfg.data)
         self._config = cfg.data.model_copy(update={"global_batch_size": 1, "shuffle": False, "repeat": False})
         self.summary = self.documents.summary()
 
@@ -234,7 +244,7 @@ class EvaluationBatches:
             rows.close()
 
 
-def make_eval_batches(cfg, mesh=None):
+def make_eval_batches(cfg, mesh=None, batches=None):
     """The evaluation batches of a config, an iterable to go through again and again; see EvaluationBatches. mesh as in
-    make_batches."""
-    return EvaluationBatches(cfg, mesh)
+    make_batches. batches: training batches of the same config, whose reading of the files and tokenizer are shared."""
+    return EvaluationBatches(cfg, mesh, batches)

@@ -180,8 +180,8 @@ class Documents:
         for side, what in ((held, "no document out"), (~held, "every document out")):
             if not side.any():
                 raise UserError(
-                    f"evaluation.holdout: {share} holds {what} of {len(self)}; choose another share or set "
-                    "evaluation.path"
+                    f"evaluation.holdout: {share} holds {what} of {len(self)}; choose another share, set "
+                    "evaluation.path instead, or evaluation.every=0 evaluation.holdout=0 to train without evaluation"
                 )
         return self._take(~held), self._take(held)
 

@@ -70,9 +70,9 @@ class ModelConfig(Section):
     intermediate_size: int = pydantic.Field(1408, ge=1)
     num_hidden_layers: int = pydantic.Field(8, ge=1)
     num_attention_heads: int = pydantic.Field(8, ge=1)
-    num_key_value_heads: int | None = None
+    num_key_value_heads: int | None = pydantic.Field(None, ge=1)
     """Key and value heads, each shared by equally many query heads; none: as many as query heads."""
-    head_dim: int | None = None
+    head_dim: int | None = pydantic.Field(None, ge=2)
     """Width of a head; none: hidden_size / num_attention_heads."""
     hidden_act: Literal["silu"] = "silu"
     rms_norm_eps: float = pydantic.Field(1e-5, gt=0)
@@ -92,14 +92,15 @@ class ModelConfig(Section):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _derived(cls, data):
+        if not isinstance(data, dict):
+            return data  # pydantic says what is wrong with it
         data = dict(data)
         get = lambda key: data.get(key, cls.model_fields[key].default)
         if data.get("num_key_value_heads") is None:
             data["num_key_value_heads"] = get("num_attention_heads")
-        if data.get("head_dim") is None and all(
-            isinstance(get(k), int) for k in ("hidden_size", "num_attention_heads")
-        ):
-            data["head_dim"] = get("hidden_size") // max(get("num_attention_heads"), 1)
+        sizes = get("hidden_size"), get("num_attention_heads")
+        if data.get("head_dim") is None and all(isinstance(size, int) and size > 0 for size in sizes):
+            data["head_dim"] = sizes[0] // sizes[1]
         return data
 
     @pydantic.model_validator(mode="after")

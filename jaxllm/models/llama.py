@@ -93,7 +93,8 @@ def rope_from_hf(hf: dict, default_theta: float) -> dict:
             for where, block in (("rope_parameters", new), ("rope_scaling", old), ("", top))
             if block.get(key) is not None
         }
-        if len({repr(value) for value in given.values()}) > 1:
+        values = list(given.values())
+        if any(value != values[0] for value in values[1:]):
             listed = " and ".join(f"{name} = {value!r}" for name, value in given.items())
             raise UserError(f"config.json: {listed} contradict each other; remove the wrong one")
     rope = {"rope_type": "default", **new, **old}
