@@ -131,17 +131,16 @@ def train(cfg) -> int:
         print(memory_estimate(abstract, device), flush=True)
 
         with phase("reading the data"):
-            if start is None:
-                batches = make_batches(cfg)
-            else:
+            cursors = None
+            if start is not None:
                 state, cursors, _ = checkpoints.restore(start, abstract)
-                batches = make_batches(cfg, cursors=cursors)
-                if batches.fingerprint != checkpoints.data_fingerprint(start):
-                    raise UserError(
-                        f"data: the documents or the tokenizer are not those of the checkpoint at step {start}, whose position in the data would "
-                        "mean nothing; bring them back, or start another output_dir with model.path set to this checkpoint"
-                    )
-            stack.callback(batches.close)
+            batches = make_batches(cfg, cursors=cursors)
+            stack.callback(batches.close)  # at once: a thread that is at work while Python ends takes the process down
+            if start is not None and batches.fingerprint != checkpoints.data_fingerprint(start):
+                raise UserError(
+                    f"data: the documents or the tokenizer are not those of the checkpoint at step {start}, whose position in the data would "
+                    "mean nothing; bring them back, or start another output_dir with model.path set to this checkpoint"
+                )
             evaluation = make_eval_batches(cfg, batches=batches) if cfg.evaluation.every else None
         print(f"training on {batches.summary}", flush=True)
         if evaluation:
