@@ -1,6 +1,6 @@
 """What does a step of Llama-3.1-8B at 8,192 tokens need on 8 H100s? Compiled for them, not run; one JSON line per rematerialisation policy.
 
-    python -m benchmarks.plan_llama3_8b [--output benchmarks/results/plan_llama3_8b.jsonl]
+python -m benchmarks.plan_llama3_8b [--output benchmarks/results/plan_llama3_8b.jsonl]
 """
 
 import argparse
@@ -26,7 +26,13 @@ def main():
             for c in facts.pop("collectives"):
                 key = f"{c['kind']} {c['dtype']}"
                 totals[key] = round(totals.get(key, 0) + c["bytes"] * c["times"] / 2**30, 2)
-            line = {"benchmark": "plan_llama3_8b", "remat": policy, "jax": jax.__version__, **facts, "collectives_gib": totals}
+            line = {
+                "benchmark": "plan_llama3_8b",
+                "remat": policy,
+                "jax": jax.__version__,
+                **facts,
+                "collectives_gib": totals,
+            }
             file.write(json.dumps(line) + "\n")
             print(policy, facts["memory_gib"], totals, facts["warnings"])
 

@@ -10,7 +10,7 @@
     memory             bytes, the peak in use: of the fullest local device, or of this process (resident) on CPU
     bad_steps          steps since the row before that kept the old state (non-finite), when the step reports "bad"
     eval_loss, eval_tokens, eval_perplexity
-                       in rows of their own
+                       in rows of their own, one per set of documents; eval_set is its name in evaluation.sets
 
 metrics.jsonl is the record and always written; a tracker that fails is reported once and left out from then on. Metrics
 stay on the device until a row is due, so that logging never makes a step wait. No network, no W&B or MLflow yet.
@@ -135,11 +135,12 @@ class Metrics:
         self._write(row)
         return fetched
 
-    def record_evaluation(self, step: int, loss: float, tokens: int) -> None:
+    def record_evaluation(self, step: int, loss: float, tokens: int, name: str = "") -> None:
         """Writes a row of its own: mean loss in nats over `tokens` held-out tokens after `step` steps, and its
-        perplexity."""
+        perplexity; of the evaluation set `name`, if it has one."""
         perplexity = math.exp(loss) if loss < 700 else math.inf
-        self._write({"step": step, "eval_loss": loss, "eval_tokens": tokens, "eval_perplexity": perplexity})
+        row = {"step": step, "eval_loss": loss, "eval_tokens": tokens, "eval_perplexity": perplexity}
+        self._write(row | ({"eval_set": name} if name else {}))
 
     @contextlib.contextmanager
     def pause(self):
@@ -190,7 +191,7 @@ class Metrics:
                 f"metrics: the row of step {row['step']} was not written to {self.folder / FILE}: {error}", flush=True
             )
         for name in list(self._trackers):
-            self._track(name, lambda tracker: tracker.log(row["step"], {k: v for k, v in row.items() if k != "step"}))
+            self._track(name, lambda tracker: tracker.log(row["step"], _named_values(row)))
         if self._display:
             self._display.show(row)
 
@@ -207,6 +208,12 @@ def to_json(row: dict) -> str:
     odd = {key: repr(value) for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
     row = {key: None if key in odd else value for key, value in row.items()}
     return json.dumps(row | ({"non_finite": odd} if odd else {}), allow_nan=False)
+
+
+def _named_values(row: dict) -> dict:
+    """{name: number} of a row, where an evaluation set's values are named after it."""
+    of_set = f"/{row['eval_set']}" if "eval_set" in row else ""
+    return {f"{key}{of_set}": value for key, value in row.items() if key not in ("step", "eval_set")}
 
 
 def _open_cut(path: pathlib.Path, start_step: int):
@@ -316,7 +323,8 @@ class _Lines:
     def show(self, row: dict) -> None:
         if "eval_loss" in row:
             loss, perplexity, tokens = row["eval_loss"], row["eval_perplexity"], row["eval_tokens"]
-            text = f"validation loss {loss:.4f}, perplexity {perplexity:,.2f}, {tokens:,} tokens"
+            of_set = f" of {row['eval_set']}" if "eval_set" in row else ""
+            text = f"validation loss{of_set} {loss:.4f}, perplexity {perplexity:,.2f}, {tokens:,} tokens"
             print(f"step {row['step']}/{self.total_steps}  {text}", flush=True)
             return
         parts = [f"step {row['step']}/{self.total_steps}"]

@@ -95,7 +95,7 @@ def train(cfg) -> int:
     import jax
 
     from jaxllm import checkpoint, config, sharding, step
-    from jaxllm.data.batch import make_batches, make_eval_batches
+    from jaxllm.data.batch import evaluation_sets, make_batches
     from jaxllm.metrics import Metrics, phase
 
     check_platform(cfg)
@@ -141,10 +141,12 @@ def train(cfg) -> int:
                     f"data: the documents or the tokenizer are not those of the checkpoint at step {start}, whose position in the data would "
                     "mean nothing; bring them back, or start another output_dir with model.path set to this checkpoint"
                 )
-            evaluation = make_eval_batches(cfg, batches=batches) if cfg.evaluation.every else None
+            if cfg.evaluation.prompt is not None and batches.tokenizer is None:
+                raise UserError("evaluation.prompt: a tokenizer is needed to read it; set data.tokenizer")
+            evaluation = evaluation_sets(cfg, batches) if cfg.evaluation.every else {}
         print(f"training on {batches.summary}", flush=True)
-        if evaluation:
-            print(f"evaluating on {evaluation.summary}", flush=True)
+        for name, held_out in evaluation.items():
+            print(f"evaluating on {f'{name}: ' if name else ''}{held_out.summary}", flush=True)
         if start is None:
             with phase(f"loading weights from {cfg.model.path}" if cfg.model.path else "making random weights"):
                 graphdef, state = step.init_state(cfg)
@@ -206,7 +208,8 @@ class Run:
                 self.checkpoints.wait()
                 raise
             if batch is None:
-                print(f"the data ended after step {step} of {cfg.steps} (data.repeat = false)", flush=True)
+                ending = "data.repeat = false" if cfg.data.epochs is None else f"data.epochs = {cfg.data.epochs}"
+                print(f"the data ended after step {step} of {cfg.steps} ({ending})", flush=True)
                 break
             self.state, metrics = self.train_step(self.state, batch)
             step += 1
@@ -232,7 +235,8 @@ class Run:
             self.evaluate(step, log)
         log.close()
         self.show_sample("after")
-        export(cfg, self.state.params, step, self.batches.tokenizer.folder)
+        tokenizer = self.batches.tokenizer  # None: data.kind = "tokens" needs none
+        export(cfg, self.state.params, step, tokenizer and tokenizer.folder)
         print(f"done: {step} steps; the last checkpoint is {self.checkpoints.folder / str(step)}", flush=True)
         return DONE
 
@@ -263,19 +267,19 @@ class Run:
             self.checkpoints.save(step, self.state, self.batches.cursors, self.text, self.batches.fingerprint)
 
     def evaluate(self, step, log) -> int:
-        """Token-weighted mean loss over the held-out documents; given up, without a row, when the run is to stop."""
-        loss_sum = weight_sum = 0.0
+        """Token-weighted mean loss over the documents of every set; given up, without a row, when the run is to stop."""
         with log.pause():
-            for batch in self.evaluation:
-                if self.interruption.signal and step < self.cfg.steps:
-                    return step
-                sums = self.eval_step(self.state, batch)
-                loss_sum, weight_sum = loss_sum + float(sums["loss_sum"]), weight_sum + float(sums["weight_sum"])
-            if not weight_sum:
-                raise UserError(
-                    "evaluation: no token to evaluate on; give more documents in evaluation.path or a larger evaluation.holdout"
-                )
-            log.record_evaluation(step, loss_sum / weight_sum, int(weight_sum))
+            for name, batches in self.evaluation.items():
+                loss_sum = weight_sum = 0.0
+                for batch in batches:
+                    if self.interruption.signal and step < self.cfg.steps:
+                        return step
+                    sums = self.eval_step(self.state, batch)
+                    loss_sum, weight_sum = loss_sum + float(sums["loss_sum"]), weight_sum + float(sums["weight_sum"])
+                if not weight_sum:
+                    where = f"evaluation.sets.{name}" if name else "evaluation.path or a larger evaluation.holdout"
+                    raise UserError(f"evaluation: no token to evaluate on; give more documents in {where}")
+                log.record_evaluation(step, loss_sum / weight_sum, int(weight_sum), name)
         return step
 
     def show_sample(self, when):
@@ -319,8 +323,9 @@ def export_checkpoint(cfg, step) -> None:
     if cfg.checkpoint.export is None or (output / "export" / str(step)).exists():
         return
     trained = output / "tokenizer"
-    tokenizer = trained if trained.is_dir() else load_tokenizer(cfg).folder
-    export(cfg, checkpoint.load_params(output / checkpoint.FOLDER / str(step))[0], step, tokenizer)
+    tokenizer = None if trained.is_dir() else load_tokenizer(cfg)
+    folder = trained if trained.is_dir() else tokenizer and tokenizer.folder
+    export(cfg, checkpoint.load_params(output / checkpoint.FOLDER / str(step))[0], step, folder)
 
 
 def starting_step(cfg) -> int | None:

@@ -351,14 +351,14 @@ def test_links_are_followed_once_and_a_broken_one_is_an_unreadable_file(tmp_path
     [
         ("nope/*.jsonl", ["'nope/*.jsonl' matches 0 files", "working directory"]),
         ("empty.jsonl", ["no document in 1 file", "empty.jsonl"]),
-        ("t.parquet", [".parquet", "plain text or JSON lines"]),
+        ("t.xz", [".xz", "plain text, JSON lines"]),
         ([], ["is not set"]),
         ("only.txt", ["all 1 files that match are excluded by data.exclude"]),
     ],
 )
 def test_a_path_without_a_document_is_refused(tmp_path, monkeypatch, path, parts):
     monkeypatch.chdir(tmp_path)
-    for name, content in (("empty.jsonl", ""), ("t.parquet", "PAR1"), ("only.txt", "x")):
+    for name, content in (("empty.jsonl", ""), ("t.xz", "x"), ("only.txt", "x")):
         (tmp_path / name).write_text(content)
     with pytest.raises(UserError) as refused:
         Documents(path, exclude=["only*"])
@@ -412,7 +412,12 @@ def test_held_out_documents_stay_held_out_when_files_are_added(tmp_path):
         (DataConfig, {"tokenizer": "bpe:12"}),
         (DataConfig, {"tokenizer": "bpe:big"}),
         (DataConfig, {"shuffle": "false"}),
-        (DataConfig, {"kind": "chat"}),
+        (DataConfig, {"kind": "conversation"}),
+        (DataConfig, {"kind": "chat", "packing": "concatenate"}),
+        (DataConfig, {"on_long": "truncate"}),
+        (DataConfig, {"train_on": ["assistant"]}),
+        (DataConfig, {"path": ["a", "b"], "weights": [1.0]}),
+        (DataConfig, {"epochs": 2, "repeat": False}),
     ],
 )
 def test_sections_refuse_what_they_cannot_mean(section, options):

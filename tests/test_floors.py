@@ -19,8 +19,13 @@ FLOORS = [
         "loss",
         "optim",
         "data",
+        "data.formats",
         "data.sources",
+        "data.chat",
         "data.render",
+        "data.cache",
+        "data.workers",
+        "data.summary",
         "data.pipeline",
         "data.batch",
         "checkpoint",
@@ -29,7 +34,7 @@ FLOORS = [
     },
     {"config"},
     {"step"},
-    {"generate", "plan", "convert"},
+    {"generate", "plan", "convert", "data.__main__"},
     {"train", "__main__"},
 ]
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}

@@ -243,6 +243,7 @@ def test_tensorboard_gets_every_number_of_every_row(tmp_path):
 
     with Metrics(tmp_path, LoggingConfig(every=1, to=["tensorboard"], progress="none"), total_steps=2) as log:
         train(log, 1, 2)
+        log.record_evaluation(2, 0.5, 12, "code")
     (file,) = (tmp_path / "tensorboard").iterdir()
     data, events = file.read_bytes(), []
     while data:  # a record: length (8 bytes), its checksum (4), the event, its checksum (4)
@@ -251,6 +252,7 @@ def test_tensorboard_gets_every_number_of_every_row(tmp_path):
         data = data[16 + length :]
     seen = {(event.step, value.tag): value.simple_value for event in events for value in event.summary.value}
     assert seen[2, "loss"] == 3.75 and (2, "step_time") in seen and (1, "memory") in seen
+    assert seen[2, "eval_loss/code"] == 0.5 and (2, "eval_set") not in seen
 
 
 # --- what a person sees -----------------------------------------------------------------------------------------------
@@ -260,10 +262,16 @@ def test_a_pipe_gets_one_line_per_row(tmp_path, capsys):
     with Metrics(tmp_path, LoggingConfig(every=2), total_steps=4) as log:
         train(log, 1, 4)
         log.record_evaluation(4, 0.5, 1234)
+        log.record_evaluation(4, 0.5, 12, "code")
     lines = capsys.readouterr().out.splitlines()
     row = r"step {}/4  loss {}  learning rate 0.5  grad norm 1.25  [\d,]+ tokens/s  \S+ s/step  0:00 left"
     assert re.fullmatch(row.format(2, "3.7500"), lines[0]) and re.fullmatch(row.format(4, "3.5000"), lines[1])
-    assert lines[2:] == ["step 4/4  validation loss 0.5000, perplexity 1.65, 1,234 tokens"]
+    assert lines[2:] == [
+        "step 4/4  validation loss 0.5000, perplexity 1.65, 1,234 tokens",
+        "step 4/4  validation loss of code 0.5000, perplexity 1.65, 12 tokens",
+    ]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row.get("eval_set") for row in rows] == [None, None, None, "code"]
 
 
 SCRIPT = """

@@ -518,3 +518,52 @@ def test_a_resume_on_other_documents_is_refused(config_file, corpus, tmp_path):
     assert "documents" in text and "step 2" in text
     shutil.copy(corpus / "005.txt", copy / "005.txt")
     run(config_file, tmp_path / "run", "steps=4", f"data.path={copy}", f"data.tokenizer={tokenizer}")
+
+
+@pytest.mark.parametrize("kind", ["chat", "prompt"])
+def test_conversations_and_prompts_train_on_answers_alone(kind, config_file, corpus, tmp_path):
+    from jaxllm.data.render import Tokenizer
+
+    run(config_file, tmp_path / "text", "steps=2")  # trains the tokenizer
+    folder = tmp_path / "tokenizer"
+    shutil.copytree(tmp_path / "text" / "tokenizer", folder)
+    turn = "{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}\n"
+    (folder / "chat_template.jinja").write_text(
+        f"{{{{ bos_token }}}}{{% for m in messages %}}{turn}{{% endfor %}}", encoding="utf-8"
+    )
+    pairs = [(f"what is item {n}?", f"item {n} of list {n % 7}.") for n in range(60)]
+    records = [
+        {"prompt": q, "completion": a}
+        if kind == "prompt"
+        else {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
+        for q, a in pairs
+    ]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+    common = (
+        f"data.kind={kind}",
+        f"data.path={data}",
+        f"data.tokenizer={folder}",
+        "data.seq_len=64",
+        "data.shuffle=false",
+    )
+    run(config_file, tmp_path / "run", "steps=20", *common, "data.packing=none", "optimizer.num_microbatches=2")
+    rows = metrics(tmp_path / "run")
+    assert rows[20]["loss"] < 0.5 * rows[1]["loss"]
+    tokenizer = Tokenizer.load(folder)
+    answers = [
+        len(tokenizer.encode_batch([(" " if kind == "chat" else "") + a])[0]) + 1 for _, a in pairs[:8]
+    ]  # and the end token
+    assert rows[1]["tokens"] == sum(answers)
+    shown = subprocess.run(
+        [*command(config_file, tmp_path / "run", *common, module="jaxllm.data"), "--rows", "2"],
+        capture_output=True,
+        text=True,
+        env=environment(),
+    )
+    assert shown.returncode == 0, shown.stderr
+    row = json.loads(shown.stdout.splitlines()[0])
+    assert "what is item 0?" in row["text"] and len(row["input_ids"]) == len(row["loss_mask"]) == 64
+    trained = [t for t, w in zip(row["targets"], row["loss_mask"], strict=True) if w]
+    assert pairs[0][1] in tokenizer.decode(trained) and "what" not in tokenizer.decode(trained)
+    assert "60" in shown.stderr

@@ -25,15 +25,22 @@ def __getattr__(name):
 class DataConfig(Section):
     """What is trained on and how it becomes rows."""
 
-    kind: Literal["text"] = "text"
-    """"text": every document is trained on from its first token to its last."""
+    kind: Literal["text", "chat", "prompt", "tokens"] = "text"
+    """"text": every document is trained on from its first token to its last. "chat": conversations, of which the
+    assistant's turns are trained. "prompt": pairs of prompt and completion, of which the completion is trained.
+    "tokens": ids that were made elsewhere, trained on from first to last."""
 
     path: str | list[str] = pydantic.Field(default_factory=list)
-    """Files, folders or globs (`**` goes into subfolders); `{stdlib}` stands for the folder of Python's standard
-    library. Relative paths start at the working directory. Names ending in .jsonl, .ndjson or .json are read as one
-    JSON object per line, all other files are one document each, in UTF-8. A folder gives its .txt, .text, .md, .rst,
-    .py and JSON lines files, subfolders included. Files are taken pattern by pattern, sorted within each, and one that
-    is reached twice is read once; hidden files and marker files (_SUCCESS) are passed over."""
+    """Files, folders or globs (`**` goes into subfolders); `{stdlib}` stands for the folder of Python's standard library.
+    Relative paths start at the working directory. The name tells the format: .jsonl, .ndjson and .json are one JSON
+    object per line, .parquet, .arrow, .feather and .ipc are tables, .npy and .bin (with FILE.bin.json beside it) hold
+    token ids, all other files are one document each, in UTF-8; text and JSON lines may be compressed as .gz or .zst. A
+    folder gives its .txt, .text, .md, .rst, .py, JSON lines and table files, subfolders included. Files are taken entry
+    by entry, sorted within each, and one that is reached twice is read once; hidden files and marker files (_SUCCESS)
+    are passed over."""
+
+    weights: list[float] | None = None
+    """Share of the documents drawn from each entry of `path`, in any unit. Not set: every document once per epoch."""
 
     exclude: list[str] = pydantic.Field(default_factory=list)
     """Globs of files to leave out, matched with the path relative to the pattern's fixed folder; here `*` also crosses
@@ -41,6 +48,26 @@ class DataConfig(Section):
 
     text_field: str = "text"
     """The field of a JSON object that holds the document."""
+
+    messages_field: str = "messages"
+    """"chat": the field that holds the list of messages, each with `role` and `content`."""
+
+    prompt_field: str = "prompt"
+    """"prompt": the field that holds the prompt."""
+
+    completion_field: str = "completion"
+    """"prompt": the field that holds what is to be learned."""
+
+    train_on: list[str] | None = None
+    """What is trained. "chat": roles, by default ["assistant"]. "prompt": by default ["completion"]; with "prompt" as
+    well, all of it."""
+
+    chat_template: str | None = None
+    """"chat": a Jinja file to render conversations with. Not set: the tokenizer's own template."""
+
+    on_long: Literal["error", "truncate", "skip"] = "error"
+    """"chat", "prompt": what to do with a document of more than seq_len tokens. "truncate" cuts it at its end. Documents
+    of other kinds are split, and no token is dropped."""
 
     on_bad: Literal["error", "skip", "replace"] = "error"
     """What to do with a record that cannot be read (bytes that are no UTF-8, a malformed line, a missing or differently
@@ -64,16 +91,48 @@ class DataConfig(Section):
     global_batch_size: int = pydantic.Field(8, ge=1)
     """Rows per optimizer step, over all devices and microbatches."""
 
-    packing: Literal["concatenate", "none"] = "concatenate"
+    packing: Literal["concatenate", "first_fit", "none"] | None = None
     """"concatenate": documents follow each other until the row is full and the last one goes on in the next row.
-    "none": one document, or one piece of a longer one, per row; the rest is padding. No token is dropped by either, and
-    documents never see each other."""
+    "first_fit": a row takes the next documents that fit whole. "none": one document, or one piece of a longer one, per
+    row; the rest is padding. Documents never see each other. Not set: "first_fit" for "chat" and "prompt", else
+    "concatenate"."""
 
     shuffle: bool = True
     """Draw a new order of the documents, by `seed`, in every epoch. False: the order of the files."""
 
     repeat: bool = True
     """Begin again when the documents are used up. False: one epoch, then the data ends."""
+
+    epochs: int | None = pydantic.Field(None, ge=1)
+    """End after so many epochs. Not set: see `repeat`."""
+
+    workers: int = pydantic.Field(0, ge=0)
+    """Processes that read and tokenise ahead; 0: a thread of the training process does. The rows are the same."""
+
+    cache: str | None = None
+    """Folder in which tokenised documents are kept, by content, tokenizer and template, and found again. Not set: documents
+    are tokenised as they are needed."""
+
+    @pydantic.model_validator(mode="after")
+    def _settings_agree(self) -> Self:
+        if self.weights is not None:
+            entries = 1 if isinstance(self.path, str) else len(self.path)
+            if len(self.weights) != entries or not all(weight > 0 for weight in self.weights):
+                raise ValueError(
+                    f"data.weights must be {entries} positive numbers, one per entry of data.path; got {self.weights}"
+                )
+        if self.epochs is not None and not self.repeat:
+            raise ValueError(f"data.epochs = {self.epochs} and data.repeat = false contradict each other; set one")
+        whole = self.kind in ("chat", "prompt")
+        if whole and self.packing == "concatenate":
+            raise ValueError(
+                f'data.packing = "concatenate" would split the documents of data.kind = "{self.kind}"; use "first_fit" or "none"'
+            )
+        if self.on_long != "error" and not whole:
+            raise ValueError(f'data.on_long is for data.kind = "chat" and "prompt"; "{self.kind}" documents are split')
+        if self.train_on is not None and not whole:
+            raise ValueError(f'data.train_on is for data.kind = "chat" and "prompt"; all of "{self.kind}" is trained')
+        return self
 
     @pydantic.field_validator("tokenizer")
     @classmethod
@@ -83,6 +142,11 @@ class DataConfig(Section):
             if not size.isdecimal() or int(size) < 260:
                 raise ValueError(f'"bpe:N" needs N >= 260 (256 bytes, three special tokens and a merge), got {value!r}')
         return value
+
+
+def packing_of(config: DataConfig) -> str:
+    """`config.packing`, or what is usual for its kind."""
+    return config.packing or ("first_fit" if config.kind in ("chat", "prompt") else "concatenate")
 
 
 class EvaluationConfig(Section):
@@ -100,6 +164,9 @@ class EvaluationConfig(Section):
     not. A document is drawn by a hash of its file's relative path and its line, so adding files moves no other document
     from one side to the other."""
 
+    sets: dict[str, str | list[str]] = {}
+    """More sets, each by a name of its own and with its own files, written as in `path`."""
+
     batch_size: int = pydantic.Field(8, ge=1)
     """Rows per evaluation batch. With max_batches unset the result does not depend on it."""
 
@@ -116,8 +183,8 @@ class EvaluationConfig(Section):
     def _one_source(self) -> Self:
         if self.path and self.holdout:
             raise ValueError("set either evaluation.path or evaluation.holdout, not both")
-        if self.every and not self.path and not self.holdout:
+        if self.every and not self.path and not self.holdout and not self.sets:
             raise ValueError(
-                f"evaluation.every = {self.every} needs documents: set evaluation.path or evaluation.holdout"
+                f"evaluation.every = {self.every} needs documents: set evaluation.path, evaluation.holdout or evaluation.sets"
             )
         return self

@@ -13,9 +13,11 @@ import itertools
 import jax
 import numpy as np
 
-from jaxllm.data.pipeline import Pipeline, empty_rows
-from jaxllm.data.render import TextRenderer, load_tokenizer
-from jaxllm.data.sources import open_documents
+from jaxllm.data import cache, summary
+from jaxllm.data.pipeline import Pipeline, Rendering, empty_rows
+from jaxllm.data.render import load_tokenizer, make_renderer
+from jaxllm.data.sources import open_documents, read_documents
+from jaxllm.data.workers import Workers
 from jaxllm.section import UserError
 from jaxllm.sharding import batch_sharding
 
@@ -123,8 +125,43 @@ def _mesh(mesh):
     return mesh
 
 
+class Training:
+    """What a config trains on, without devices: documents and held_out, tokenizer, render, and `source`, which a
+    Pipeline reads. summary, fingerprint: str; where documents are rendered to be counted, this takes as long, and with
+    several processes only process 0 counts."""
+
+    def __init__(self, cfg):
+        data = cfg.data
+        self.documents, self.held_out = open_documents(data, cfg.evaluation)
+        self.tokenizer = load_tokenizer(cfg, self.documents)
+        self.render = make_renderer(cfg, self.tokenizer)
+        self.fingerprint = hashlib.blake2b(
+            (self.documents.fingerprint + self.render.fingerprint).encode(), digest_size=16
+        ).hexdigest()
+        self.source, self._close, totals = Rendering(self.documents, self.render), lambda: None, None
+        if data.cache:
+            self.source = cache.cached(self.source, data)
+            totals = self.source.totals
+        elif data.workers:
+            self.source = Workers(self.source, data.workers)
+            self._close = self.source.close
+        try:
+            self.summary = self.documents.summary()
+            if totals is None and data.kind in ("chat", "prompt"):
+                totals = cache.on_first_process(lambda: summary.count_all(self.source))
+            if jax.process_index() == 0:
+                self.summary += "\n" + summary.describe(data, cfg.seed, self.documents, self.source, totals)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self):
+        """Ends the workers."""
+        self._close()
+
+
 class Batches:
-    """Iterator of training Batches. tokenizer, documents: what they are made with; summary, fingerprint: str.
+    """Iterator of training Batches. tokenizer, documents, render: what they are made with; summary, fingerprint: str.
 
     cursors: i64[global_batch_size, 2], where all lanes stand after the last batch handed out (prefetched ones do not
     count). With several processes reading it is collective: all must. It is the whole position of the data, and means
@@ -141,16 +178,18 @@ class Batches:
                 f"data.global_batch_size: the position to go on from has {len(cursors)} rows, the config "
                 f"{self._size}; the order of the data depends on this number, so go on with the same one"
             )
-        self.documents, self.held_out = open_documents(cfg.data, cfg.evaluation)
-        self.tokenizer = load_tokenizer(cfg, self.documents)
-        self.render = render = TextRenderer(self.tokenizer, cfg.data)
-        self.summary = self.documents.summary()
-        self.fingerprint = hashlib.blake2b(
-            (self.documents.fingerprint + render.fingerprint).encode(), digest_size=16
-        ).hexdigest()
+        self._training = training = Training(cfg)
+        self.documents, self.held_out, self.tokenizer = training.documents, training.held_out, training.tokenizer
+        self.render, self.summary, self.fingerprint = training.render, training.summary, training.fingerprint
         self._cursors = np.zeros((len(lanes), 2), np.int64) if cursors is None else np.asarray(cursors, np.int64)[lanes]
-        self._pipeline = Pipeline(self.documents, render, cfg.data, seed=cfg.seed, lanes=lanes, cursors=self._cursors)
-        self._agree = not cfg.data.repeat and jax.process_count() > 1
+        try:
+            self._pipeline = Pipeline(
+                training.source, None, cfg.data, seed=cfg.seed, lanes=lanes, cursors=self._cursors
+            )
+        except BaseException:
+            training.close()
+            raise
+        self._agree = (cfg.data.epochs is not None or not cfg.data.repeat) and jax.process_count() > 1
 
     def __iter__(self):
         return self
@@ -180,7 +219,8 @@ class Batches:
         return out
 
     def close(self):
-        """Ends the background thread."""
+        """Ends the background thread and the workers."""
+        self._training.close()  # first: the thread may be waiting for one
         self._pipeline.close()
 
 
@@ -209,26 +249,23 @@ class EvaluationBatches:
     size. Every process packs all rows and takes its own.
     """
 
-    def __init__(self, cfg, mesh=None, batches=None):
+    def __init__(self, cfg, mesh, documents, render):
         self._mesh, self._size, self._max_batches = _mesh(mesh), cfg.evaluation.batch_size, cfg.evaluation.max_batches
         _check_places(self._mesh, cfg.data.seq_len)
         if self._size % (shards := _num_shards(self._mesh, 1)):
             raise UserError(
                 f"evaluation.batch_size: {self._size} rows do not divide over {shards} shares of the mesh's batch axes"
             )
-        if batches is None:
-            training, self.documents = open_documents(cfg.data, cfg.evaluation)
-        else:
-            self.documents = batches.held_out
-        if self.documents is None:
-            raise UserError("evaluation: there is nothing to evaluate on; set evaluation.holdout or evaluation.path")
-        self._render = batches.render if batches else TextRenderer(load_tokenizer(cfg, training), cfg.data)
-        self._config = cfg.data.model_copy(update={"global_batch_size": 1, "shuffle": False, "repeat": False})
+        alone = {"global_batch_size": 1, "shuffle": False, "repeat": False, "epochs": None, "weights": None}
+        self._config = cfg.data.model_copy(update=alone)
+        self.documents, self._source = documents, Rendering(documents, render)
+        if cfg.data.cache:
+            self._source = cache.cached(self._source, cfg.data)
         self.summary = self.documents.summary()
 
     def __iter__(self):
         lanes = local_lanes(self._mesh, self._size, 1)
-        rows = Pipeline(self.documents, self._render, self._config, prefetch=2 * self._size)
+        rows = Pipeline(self._source, None, self._config, prefetch=2 * self._size)
         num_batches = 0
         try:
             while num_batches != self._max_batches:
@@ -245,6 +282,30 @@ class EvaluationBatches:
 
 
 def make_eval_batches(cfg, mesh=None, batches=None):
-    """The evaluation batches of a config, an iterable to go through again and again; see EvaluationBatches. mesh as in
-    make_batches. batches: training batches of the same config, whose reading of the files and tokenizer are shared."""
-    return EvaluationBatches(cfg, mesh, batches)
+    """The EvaluationBatches of evaluation.path or evaluation.holdout, an iterable to go through again and again. mesh as
+    in make_batches. batches: training batches of the same config, whose reading of the files and tokenizer are
+    shared."""
+    return EvaluationBatches(cfg, mesh, *_held_out(cfg, batches))
+
+
+def _held_out(cfg, batches):
+    if batches is not None:
+        documents, render = batches.held_out, batches.render
+    else:
+        training, documents = open_documents(cfg.data, cfg.evaluation)
+        render = make_renderer(cfg, load_tokenizer(cfg, training)) if documents is not None else None
+    if documents is None:
+        raise UserError("evaluation: there is nothing to evaluate on; set evaluation.holdout or evaluation.path")
+    return documents, render
+
+
+def evaluation_sets(cfg, batches, mesh=None):
+    """{name: EvaluationBatches} of everything that a run is measured on: "" for evaluation.path or evaluation.holdout,
+    then evaluation.sets in their order. Parameters as in make_eval_batches."""
+    sets = {}
+    if batches.held_out is not None:
+        sets[""] = make_eval_batches(cfg, mesh, batches)
+    for name, path in cfg.evaluation.sets.items():
+        documents = read_documents(cfg.data, path, f"evaluation.sets.{name}")
+        sets[name] = EvaluationBatches(cfg, mesh, documents, batches.render)
+    return sets

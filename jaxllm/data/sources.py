@@ -1,9 +1,13 @@
-"""Files to documents: what a path names, which records it holds, and each record's text by number.
+"""Files to documents: what a path names, which records it holds, and each record by number.
 
 One pass over the files at the start reads every record once. It finds what is wrong while a stop still costs nothing,
-notes where each record lies, and takes a fingerprint of the content; texts are then read again one by one, so memory
+notes where each record lies, and takes a fingerprint of the content; records are then read again one by one, so memory
 holds 28 bytes per document and no text. The price is that the files are read once before the first step, on every
 process.
+
+Compressed files and tables have no quick way to one record. Theirs are copied by that pass into a temporary file
+without a name, which needs the disk space of the records (of a table: of the columns that are used) once per process,
+in data.cache or else in TMPDIR, and is gone when the process ends. Text, JSON lines and token arrays are read in place.
 
 Everything is UTF-8. An encoding declared inside a Python file is not honoured: two rules for one byte would depend on a
 file's name. Texts are taken as they are, line ends and Unicode forms included; only a byte order mark at the very
@@ -20,59 +24,66 @@ import itertools
 import json
 import os
 import pathlib
-import re
 import sysconfig
 
 import numpy as np
 
+from jaxllm.data.formats import (
+    BLOCK,
+    COMPRESSED,
+    READS,
+    TEXT,
+    Bad,
+    Records,
+    Spool,
+    kind_of,
+    open_stream,
+    shape_of,
+    table_rows,
+    token_array,
+)
 from jaxllm.section import UserError
 
-JSON_LINES = (".jsonl", ".ndjson", ".json")
-TEXT = (".txt", ".text", ".md", ".rst", ".py")
-UNREADABLE = (".gz", ".zst", ".zip", ".bz2", ".xz", ".parquet", ".arrow", ".npy", ".bin")
 BOM = b"\xef\xbb\xbf"
-SURROGATE = re.compile("[\ud800-\udfff]")
-
-
-class _Bad(Exception):
-    """A record that cannot be read; the text says why, without the place."""
+SIDECARS = (".npy.json", ".bin.json")  # describe the array beside them
 
 
 @dataclasses.dataclass(frozen=True)
 class File:
-    """A file to read: its path, and its name relative to the fixed part of the pattern that found it, which does not
-    depend on the machine."""
+    """A file to read: its path, its name relative to the fixed part of the pattern that found it, which does not depend
+    on the machine, and the number of that pattern."""
 
     path: str
     relative: str
+    source: int
 
 
-def find_files(patterns, exclude=(), key="data.path"):
+def find_files(patterns, exclude=(), key="data.path", kind="text"):
     """The files that `patterns` (see DataConfig.path) name, in the order in which they are read.
 
     Returns (files: list[File], ignored: Counter of what was passed over). Raises UserError, naming `key`, for a pattern
-    without a file.
+    without a file, for a file that cannot hold records of `kind` (see DataConfig.kind), and for a pattern that finds
+    the same name in two formats.
     """
     patterns = [patterns] if isinstance(patterns, str) else list(patterns)
     if not patterns:
-        raise UserError(f"{key}: is not set; name files, folders or globs of plain text or JSON lines")
+        raise UserError(f"{key}: is not set; name files, folders or globs")
     files, seen, ignored = [], set(), collections.Counter()
-    for pattern in patterns:
-        base, found = _expand(pattern, ignored)
+    for source, pattern in enumerate(patterns):
+        base, found = _expand(pattern, ignored, kind)
         chosen = []
         for path in found:
             relative = path[len(base) :].lstrip(os.sep).replace(os.sep, "/")
             if any(fnmatch.fnmatchcase(relative, glob_) for glob_ in exclude):
                 ignored["files excluded"] += 1
             else:
-                chosen.append(File(path, relative))
+                chosen.append(File(path, relative, source))
         if not chosen:
             reason = f"all {len(found)} files that match are excluded by data.exclude" if found else "matches 0 files"
             raise UserError(f"{key}: {pattern!r} {reason} (working directory {os.getcwd()})")
-        for file in sorted(chosen, key=lambda file: file.relative):
-            suffix = os.path.splitext(file.path)[1].lower()
-            if suffix in UNREADABLE:
-                raise UserError(f"{key}: cannot read {suffix} files, got {file.path}; give plain text or JSON lines")
+        chosen.sort(key=lambda file: file.relative)
+        _check(chosen, key, kind)
+        for file in chosen:
             real = os.path.realpath(file.path)
             if real in seen:
                 ignored["files reached twice"] += 1
@@ -82,7 +93,38 @@ def find_files(patterns, exclude=(), key="data.path"):
     return files, ignored
 
 
-def _expand(pattern, ignored):
+def _check(files, key, kind):
+    """Refuses files that cannot be read as `kind`, and one that seems to be another one in another format: it would be
+    trained on twice."""
+    names = {}
+    for file in files:
+        shape, ending, compression = shape_of(file.path)
+        if shape is None:
+            raise UserError(
+                f"{key}: cannot read {ending} files, got {file.path}; give plain text, JSON lines, Parquet, Arrow or token arrays"
+            )
+        if shape not in READS[kind]:
+            what = {
+                "lines": "JSON lines (.jsonl)",
+                "text": "plain text",
+                "table": "Parquet or Arrow files",
+                "array": ".npy or .bin",
+            }
+            raise UserError(
+                f'{key}: data.kind = "{kind}" is read from {", ".join(what[shape] for shape in READS[kind])}; '
+                f"got {file.path}, which data.exclude can leave out"
+            )
+        name = file.relative[: len(file.relative) - len(compression)]
+        name = name if shape == "text" else name[: len(name) - len(ending)]
+        other = names.setdefault((shape == "text", name), file)
+        if other is not file:
+            raise UserError(
+                f"{key}: {other.path} and {file.path} have one name in two formats; if they hold the same, leave one out "
+                "with data.exclude, else name both"
+            )
+
+
+def _expand(pattern, ignored, kind):
     """(fixed folder, paths that begin with it) of one pattern, unsorted. Broken links stay in: the reader reports them
     as unreadable."""
     stdlib = sysconfig.get_path("stdlib")
@@ -91,8 +133,7 @@ def _expand(pattern, ignored):
         return os.path.dirname(plain), [plain]
     if os.path.isdir(plain):
         found = list(_walk(plain))
-        endings = JSON_LINES + TEXT
-        paths = [path for path in found if os.path.splitext(path)[1].lower() in endings]
+        paths = [path for path in found if _is_data(path, kind)]
         ignored["files of other kinds"] += len(found) - len(paths)
         return "" if plain == "." else plain, paths
     escaped = pathlib.PurePath(os.path.expanduser(pattern.replace("{stdlib}", glob.escape(stdlib))))
@@ -108,7 +149,13 @@ def _expand(pattern, ignored):
 
 
 def _is_marker(name):
-    return name.startswith(".") or (name.startswith("_") and "." not in name)
+    return name.startswith(".") or (name.startswith("_") and "." not in name) or name.endswith(SIDECARS)
+
+
+def _is_data(path, kind):
+    """Whether a folder gives this file: by its ending, for a file that is only not known to be anything else is none."""
+    shape, ending, _ = shape_of(path)
+    return shape in READS[kind] and (shape != "text" or ending in TEXT)
 
 
 def _walk(folder):
@@ -127,26 +174,55 @@ def _walk(folder):
 
 
 class Documents:
-    """Documents by number: `len(documents)`, `documents[i]` is the text, in the order of the files and of the lines in
-    them.
+    """Documents by number: `len(documents)`, `documents[i]` is the record (see formats.Records), in the order of the
+    files and of the lines or rows in them.
 
     fingerprint: str, a hash of every file's relative name and content and of which of its records are meant: equal
     fingerprints mean the same documents under the same numbers, on any machine. `summary()` says in one line what was
-    found and what was left out, and why.
+    found and what was left out, and why. sources: list of (pattern, number of its first document, count), in the order
+    of the patterns. `where(i)` names a document's file and place for a message. size: int64[n], bytes.
+    largest_token: (id, where) for kind "tokens", else None. The options are those of DataConfig; folder: for the
+    temporary file, created if need be.
     """
 
-    def __init__(self, patterns, *, exclude=(), text_field="text", on_bad="error", key="data.path"):
-        self.text_field, self.on_bad, self.key = text_field, on_bad, key
-        self.files, self.left_out = find_files(patterns, exclude, key)
-        self.first_bad, self.replaced, self.surrogates = None, 0, 0
+    def __init__(
+        self,
+        patterns,
+        *,
+        kind="text",
+        exclude=(),
+        text_field="text",
+        messages_field="messages",
+        prompt_field="prompt",
+        completion_field="completion",
+        on_bad="error",
+        key="data.path",
+        folder=None,
+    ):
+        fields = {
+            "text": {"text_field": text_field},
+            "chat": {"messages_field": messages_field},
+            "prompt": {"prompt_field": prompt_field, "completion_field": completion_field},
+            "tokens": {},
+        }[kind]
+        self.kind, self.on_bad, self.key, self._folder = kind, on_bad, key, folder
+        self.patterns = [patterns] if isinstance(patterns, str) else list(patterns)
+        self.files, self.left_out = find_files(patterns, exclude, key, kind)
+        self.records = Records(kind, fields, on_bad)
+        self.first_bad, self.largest_token, self._spool, self._dtypes = None, None, None, {}
         columns = [array.array(kind) for kind in "iqqq"]  # file, byte offset, bytes, line (from 1; 0 = the whole file)
-        content = hashlib.blake2b(text_field.encode(), digest_size=16)
+        content = hashlib.blake2b("\0".join([kind, *fields.values()]).encode(), digest_size=16)
         for number, file in enumerate(self.files):
             content.update(f"\0{file.relative}\0".encode("utf-8", "surrogateescape"))
+            scan = {"table": self._scan_table, "array": self._scan_array}.get(self._shape(number), self._scan_lines)
             try:
-                self._scan(number, file, columns, content)
+                scan(number, file, columns, content)
             except OSError as error:
-                self._bad(f"{file.path}", f"cannot be read: {error.strerror or error}")
+                self._bad(file.path, f"cannot be read: {error.strerror or error}")
+            except Bad as error:
+                self._bad(file.path, error)
+        if self._spool:
+            self._spool.flush()
         self.content = content.hexdigest()
         dtypes = (np.int32, np.int64, np.int64, np.int64)
         self.file, self.offset, self.size, self.line = (
@@ -160,15 +236,37 @@ class Documents:
         return len(self.file)
 
     def __getitem__(self, number):
-        file = self.files[self.file[number]]
+        file = int(self.file[number])
         offset, size, line = int(self.offset[number]), int(self.size[number]), int(self.line[number])
         try:
-            with open(file.path, "rb") as stream:
+            if self._is_spooled(file):
+                return self.records.from_bytes(self._spool.read(offset, size))
+            with open(self.files[file].path, "rb") as stream:
                 stream.seek(offset)
-                return self._parse(stream.read(size), offset, line)
-        except (OSError, _Bad) as error:
-            where = f"{file.path}:{line}" if line else file.path
-            raise UserError(f"{self.key}: {where} has changed since the run began: {error}") from None
+                raw = stream.read(size)
+            if file in self._dtypes:
+                if len(raw) != size:
+                    raise Bad("it is shorter")
+                return np.frombuffer(raw, self._dtypes[file]).astype(np.int32)
+            record = self._parse(raw, offset, line)
+            if record is None:
+                raise Bad("it is empty")
+            return record
+        except (OSError, Bad) as error:
+            raise UserError(f"{self.key}: {self.where(number)} has changed since the run began: {error}") from None
+
+    def where(self, number):
+        """ "file:line", "file, row N" or "file" of a document."""
+        return self._place(int(self.file[number]), int(self.line[number]))
+
+    @property
+    def sources(self):
+        source = np.array([file.source for file in self.files])[self.file]
+        edges = np.searchsorted(source, np.arange(len(self.patterns) + 1))
+        counts = np.diff(edges)
+        return [
+            (name, int(first), int(count)) for name, first, count in zip(self.patterns, edges, counts, strict=False)
+        ]
 
     def split(self, share):
         """(training, held out): two disjoint Documents; a document is held out if the hash of its relative file name
@@ -211,35 +309,110 @@ class Documents:
             parts.append("left out: " + ", ".join(left_out))
         if self.first_bad:
             parts.append(f"first that could not be read: {self.first_bad}")
-        if self.replaced:
-            parts.append(f"bytes that are no UTF-8 replaced by U+FFFD in {count(self.replaced, 'record')}")
-        if self.surrogates:
-            parts.append(f"half surrogate pairs replaced by U+FFFD in {count(self.surrogates, 'record')}")
+        if number := self.records.replaced:
+            parts.append(f"bytes that are no UTF-8 replaced by U+FFFD in {count(number, 'record')}")
+        if number := self.records.surrogates:
+            parts.append(f"half surrogate pairs replaced by U+FFFD in {count(number, 'record')}")
+        parts += sorted(self.records.notes)
         return "; ".join(parts)
 
-    def _scan(self, number, file, columns, content):
-        """Adds the records of one file to the columns and its bytes to the hash."""
-        is_json = os.path.splitext(file.path)[1].lower() in JSON_LINES
-        with open(file.path, "rb") as stream:
-            offset = 0
+    def _shape(self, file):
+        return shape_of(self.files[file].path)[0]
+
+    def _is_spooled(self, file):
+        path = self.files[file].path
+        return path.lower().endswith(COMPRESSED) or self._shape(file) == "table"
+
+    def _place(self, file, line):
+        path = self.files[file].path
+        if not line:
+            return path
+        return f"{path}:{line}" if self._shape(file) == "lines" else f"{path}, row {line}"
+
+    def _scan_lines(self, number, file, columns, content):
+        """Adds the records of one file to the columns and its content to the hash."""
+        is_json, spooled = self._shape(number) == "lines", self._is_spooled(number)
+        offset = 0
+        with open_stream(file.path) as stream:
             for line, raw in enumerate(stream if is_json else [stream.read()], start=1):
-                content.update(raw)
+                if not spooled:
+                    content.update(raw)
                 start, offset, line = offset, offset + len(raw), line if is_json else 0
                 if is_json and not raw.removeprefix(BOM if start == 0 else b"").strip():
                     self.left_out["blank lines"] += 1
                     continue
                 try:
-                    text = self._parse(raw, start, line, counting=True)
-                except _Bad as error:
-                    self._bad(f"{file.path}:{line}" if line else file.path, error)
-                    continue
-                if not text:
-                    self.left_out["empty"] += 1
-                    continue
-                for column, value in zip(columns, (number, start, len(raw), line), strict=True):
-                    column.append(value)
+                    record = self._parse(raw, start, line, counting=True)
+                    self._add(columns, number, line, record, start, len(raw), content if spooled else None)
+                except Bad as error:
+                    self._bad(self._place(number, line), error)
         if is_json and offset == 0:
             self.left_out["empty"] += 1
+
+    def _scan_table(self, number, file, columns, content):
+        row = 0
+        for row, values in table_rows(file.path, self.records.columns):
+            try:
+                record = self.records.record(values, counting=True)
+                self._add(columns, number, row, record, spooled=content)
+            except Bad as error:
+                self._bad(self._place(number, row), error)
+        if row == 0:
+            self.left_out["empty"] += 1
+
+    def _scan_array(self, number, file, columns, content):
+        """Reads all ids of an array; its documents are its rows, the pieces between its end ids, or the whole of it."""
+        ids = token_array(file.path)
+        largest, ends, place = -1, [np.zeros(1, np.int64)], 0
+        content.update(f"{ids.dtype.str} {ids.row}".encode())
+        with open(file.path, "rb") as stream:
+            stream.seek(ids.begin)
+            while (
+                place < ids.count
+                and (
+                    block := np.frombuffer(stream.read(min(BLOCK, (ids.count - place) * ids.dtype.itemsize)), ids.dtype)
+                ).size
+            ):
+                content.update(block)
+                if not 0 <= block.min() <= block.max() < 2**31:
+                    bad = int(np.flatnonzero((block < 0) | (block >= 2**31))[0])
+                    raise Bad(f"the number at place {place + bad} is {block[bad]}, no token id")
+                largest = max(largest, int(block.max()))
+                if ids.document_end is not None:
+                    ends.append(np.flatnonzero(block == ids.document_end) + place + 1)
+                place += block.size
+        if ids.row:
+            edges = np.arange(0, ids.count + 1, ids.row)
+        else:
+            edges = np.unique(np.concatenate([*ends, np.array([ids.count])]))
+        lines = np.arange(1, len(edges))
+        if ids.row is None and ids.document_end is None:
+            lines = np.zeros(len(edges) - 1)
+        if not len(lines):
+            self.left_out["empty"] += 1
+        self._dtypes[number] = ids.dtype
+        size = ids.dtype.itemsize
+        found = (np.full(len(lines), number), ids.begin + edges[:-1] * size, np.diff(edges) * size, lines)
+        for column, values in zip(columns, found, strict=True):
+            column.frombytes(values.astype(f"i{column.itemsize}").tobytes())
+        if len(lines) and largest > (self.largest_token or (-1,))[0]:
+            self.largest_token = (largest, file.path)
+
+    def _add(self, columns, number, line, record, offset=None, size=None, spooled=None):
+        """Notes a record by its place in its file, or, with a hash as `spooled`, keeps it and adds it to the hash."""
+        if record is None:
+            self.left_out["empty"] += 1
+            return
+        if spooled:
+            raw = self.records.to_bytes(record)
+            self._spool = self._spool or Spool(self._folder)
+            offset, size = self._spool.write(raw), len(raw)
+            spooled.update(size.to_bytes(8, "little"))
+            spooled.update(raw)
+        if self.kind == "tokens" and (largest := int(record.max())) > (self.largest_token or (-1,))[0]:
+            self.largest_token = (largest, self._place(number, line))
+        for column, value in zip(columns, (number, offset, size, line), strict=True):
+            column.append(value)
 
     def _bad(self, where, reason):
         if self.on_bad != "skip":
@@ -250,55 +423,33 @@ class Documents:
         self.first_bad = self.first_bad or f"{where}: {reason}"
 
     def _parse(self, raw, offset, line, counting=False):
-        """The text of one record: bytes at `offset` of its file; line 0 means that the whole file is the text."""
+        """The record of one line, bytes at `offset` of its file's content; line 0 means that the whole file is a
+        text. None: it is empty."""
         skip = len(BOM) if offset == 0 and raw.startswith(BOM) else 0
-        try:
-            text = raw[skip:].decode()
-        except UnicodeDecodeError as error:
-            if self.on_bad != "replace":
-                place = offset + skip + error.start
-                raise _Bad(
-                    f"not UTF-8 at byte {place} of the file (0x{raw[skip + error.start]:02x}); "
-                    'data.on_bad = "replace" reads such bytes as U+FFFD'
-                ) from None
-            text = raw[skip:].decode(errors="replace")
-            self.replaced += counting
+        text = self.records.decoded(raw[skip:], offset + skip, counting)
         if line == 0:
-            return text
+            return text or None
         try:
-            record = json.loads(text)
+            row = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise _Bad(f"not one JSON object per line: {error}") from None
-        if not isinstance(record, dict):
-            raise _Bad(f"a JSON object is wanted, got {_kind(record)}")
-        if self.text_field not in record:
-            keys = ", ".join(sorted(record)) or "none"
-            raise _Bad(f"no field {self.text_field!r} (fields here: {keys}); data.text_field chooses it")
-        text = record[self.text_field]
-        if not isinstance(text, str):
-            raise _Bad(
-                f"field {self.text_field!r} is {_kind(text)}, a string is wanted; data.text_field chooses the field"
-            )
-        if SURROGATE.search(text):  # legal in JSON, but no character: no tokenizer takes it
-            text = SURROGATE.sub("\ufffd", text)
-            self.surrogates += counting
-        return text
+            raise Bad(f"not one JSON object per line: {error}") from None
+        if not isinstance(row, dict):
+            raise Bad(f"a JSON object is wanted, got {kind_of(row)}")
+        return self.records.record(row, counting)
 
 
-def _kind(value):
-    if value is None:
-        return "null"
-    names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
-    return names[type(value)]
+def read_documents(data, path, key="data.path"):
+    """The Documents of `path`, by the rules of the section DataConfig. key: the setting that `path` comes from."""
+    fields = ("kind", "exclude", "text_field", "messages_field", "prompt_field", "completion_field", "on_bad")
+    return Documents(path, key=key, folder=data.cache, **{name: getattr(data, name) for name in fields})
 
 
 def open_documents(data, evaluation=None):
     """(training, evaluation) Documents of the sections DataConfig and EvaluationConfig; the second is None when nothing
     is to be evaluated on."""
-    options = {"exclude": data.exclude, "text_field": data.text_field, "on_bad": data.on_bad}
-    training = Documents(data.path, **options)
+    training = read_documents(data, data.path)
     if evaluation is None or not (evaluation.path or evaluation.holdout):
         return training, None
     if evaluation.path:
-        return training, Documents(evaluation.path, key="evaluation.path", **options)
+        return training, read_documents(data, evaluation.path, "evaluation.path")
     return training.split(evaluation.holdout)

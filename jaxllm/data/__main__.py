@@ -1,0 +1,121 @@
+"""`python -m jaxllm.data --config F --rows 4 [section.key=value ...]`: the rows that a training step would train on, as JSON
+lines on stdout, and what the whole source amounts to on stderr.
+
+No device is touched; rows come from the same code as the training's, so what is seen here is what is trained. A row's
+lists all have data.seq_len entries; segment 0 is padding, and `targets` count where `loss_mask` is not 0. `text` is the decoded row; on a terminal it
+is shown once more, with what is trained on in green.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import sys
+
+from jaxllm.section import UserError
+
+TRAINED, SEEN, PLAIN = "\033[32m", "\033[2m", "\033[0m"
+
+
+def _shown_rows(text):
+    if text != "all" and not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"a number above 0, or all; got {text!r}")
+    return None if text == "all" else int(text)
+
+
+def _step(text):
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"a step, from 1; got {text!r}")
+    return int(text)
+
+
+def show(cfg, count, step, out):
+    """Prints `count` rows (None: one epoch) from training step `step` (1: the first) on to `out`, the summary on
+    stderr."""
+    import numpy as np
+
+    from jaxllm.data.batch import Training
+    from jaxllm.data.pipeline import Pipeline
+
+    data = cfg.data
+    if count is None:
+        data = data.model_copy(update={"repeat": False, "epochs": None})
+    training = Training(cfg)
+    try:
+        lanes = np.arange(min(data.global_batch_size, count or data.global_batch_size))
+        batches = Pipeline(training.source, None, data, seed=cfg.seed, lanes=lanes)
+        try:
+            left = count
+            for number, (rows, _) in itertools.islice(zip(itertools.count(1), batches), step - 1, None):
+                for row in range(len(lanes))[:left]:
+                    if count is not None or rows["segment_ids"][row].any():
+                        _print_row(training.tokenizer, rows, row, {"step": number, "row": row}, out)
+                left = None if left is None else left - len(lanes)
+                if left is not None and left <= 0:
+                    break
+        finally:
+            training.close()
+            batches.close()
+    finally:
+        training.close()
+    print(training.summary, file=sys.stderr, flush=True)
+
+
+def _print_row(tokenizer, rows, row, line, out):
+    weights = rows["loss_weights"][row]
+    line["input_ids"], line["targets"] = rows["tokens"][row].tolist(), rows["targets"][row].tolist()
+    line["loss_mask"] = [int(weight) if weight in (0, 1) else float(weight) for weight in weights]
+    line["positions"], line["segment_ids"] = rows["positions"][row].tolist(), rows["segment_ids"][row].tolist()
+    if tokenizer is not None:
+        line["text"] = "".join(text for text, _ in _spans(tokenizer, rows, row))
+    print(json.dumps(line), file=out)
+    if tokenizer is not None and out.isatty():
+        for text, trained in _spans(tokenizer, rows, row):
+            print(f"{TRAINED if trained else SEEN}{text}{PLAIN}", end="", file=out)
+        print(file=out)
+
+
+def _spans(tokenizer, rows, row):
+    """(text, whether its tokens are targets in this row) of the row's stretches of one or the other, padding left out."""
+    tokens, segments, weights = (rows[name][row] for name in ("tokens", "segment_ids", "loss_weights"))
+    trained = [False] + [
+        bool(weight) and before == after for weight, before, after in zip(weights, segments, segments[1:], strict=False)
+    ]
+    places = [place for place in range(len(tokens)) if segments[place]]
+    for (_, is_trained), group in itertools.groupby(places, key=lambda place: (segments[place], trained[place])):
+        yield tokenizer.decode([tokens[place] for place in group]), is_trained
+
+
+def main(arguments=None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxllm.data",
+        description="Print rows exactly as they would be trained on, as JSON lines, and a summary of the data on stderr.",
+    )
+    parser.add_argument("--config", required=True, metavar="FILE", help="TOML file; see configs/")
+    parser.add_argument(
+        "--rows", type=_shown_rows, default=4, metavar="N", help='how many rows (default 4); "all": one epoch'
+    )
+    parser.add_argument(
+        "--at-step", type=_step, default=1, metavar="N", help="begin with the rows of step N (default 1)"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes on top, with TOML values")
+    options = parser.parse_intermixed_args(arguments)
+    os.environ["JAX_PLATFORMS"] = "cpu"  # before jax is imported: looking at data needs no accelerator
+    try:
+        from jaxllm.config import load_config
+
+        cfg = load_config(options.config, *options.overrides)
+        show(cfg, options.rows, options.at_step, sys.stdout)
+        sys.stdout.flush()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader has seen enough
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

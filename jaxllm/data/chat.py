@@ -1,0 +1,550 @@
+"""Conversations to tokens, with the model's own chat template, and which of them are trained.
+
+The ids are those that the tokenizer gives for the whole rendered text, template and contents alike, with two exceptions.
+What a *content* says stays text even if it spells a special token: the template's own special tokens are told apart by
+a second rendering in which such text is marked. And where a token would reach across the beginning of a trained part
+(the newline of a header and one that an answer begins with), the text is cut there, since that is where the model will
+begin when it is asked.
+
+Trained is what the template writes for a turn after its header, up to and with its end token. The parts come from the
+template's generation tags if it has them. If not, they are found by rendering beginnings of the conversation, with and
+without the generation prompt, or, where a template writes earlier turns otherwise than the last one, by rendering the
+conversation with stand-ins for the contents; either way what was rendered must agree with the whole text character by
+character, or the conversation is refused. A turn without an end token is refused too: the model would never stop.
+
+Templates run in jinja2's sandbox with the names that transformers gives them. `strftime_now` formats one fixed day, not
+today: a run that is resumed tomorrow sees the same tokens. Images and sounds are not here.
+"""
+
+import bisect
+import dataclasses
+import datetime
+import functools
+import json
+import pathlib
+import re
+
+import numpy as np
+
+from jaxllm.data.render import EMPTY, BadRecord, Renderer, control_pattern, strings_of, tokenizer_settings
+from jaxllm.section import UserError
+
+TODAY = datetime.datetime(2024, 7, 26)  # the day that Llama 3's templates name when they are told none
+# Private-use characters that stand in renderings for what is looked for; data that holds them is refused.
+BEGIN, END, TEXT_BEGIN, TEXT_END, CONTENT, CONTENT_END = map(chr, range(0x10FFF0, 0x10FFF6))
+MARKS = re.compile(f"[{BEGIN}-{CONTENT_END}]")
+NO_END = "it writes no special token after a turn, so none could be trained as its end"
+RENAMED = 0x100000  # private-use characters from here on stand for special tokens; see _renamed
+
+
+class ChatTemplate:
+    """A chat template: `render` gives the text and the parts inside generation tags. Picklable.
+
+    source: Jinja. names: {"bos_token": ..., ...}, the special tokens that it may write. where: its file, for messages.
+    """
+
+    def __init__(self, source, names, where):
+        self.source, self.names, self.where = source, names, where
+        self.has_generation_tags = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
+        self._compiled  # noqa: B018  a template that is no Jinja is told now
+
+    def __getstate__(self):
+        return {name: value for name, value in self.__dict__.items() if name != "_compiled"}
+
+    @functools.cached_property
+    def _compiled(self):
+        try:
+            import jinja2
+            import jinja2.ext
+            import jinja2.sandbox
+        except ImportError:
+            raise UserError('data.kind: "chat" needs the package jinja2 (3.1.6 or newer)') from None
+
+        class Generation(jinja2.ext.Extension):
+            """{% generation %} ... {% endgeneration %}: what is inside is written between two marks."""
+
+            tags = {"generation"}
+
+            def parse(self, parser):
+                line = next(parser.stream).lineno
+                body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+                return jinja2.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+            def _mark(self, caller):
+                return BEGIN + caller() + END
+
+        def raise_exception(message):
+            raise jinja2.exceptions.TemplateError(message)
+
+        def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+            return json.dumps(
+                value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+            )
+
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = tojson
+        environment.globals["raise_exception"] = raise_exception
+        environment.globals["strftime_now"] = TODAY.strftime
+        try:
+            return environment.from_string(self.source)
+        except jinja2.TemplateSyntaxError as error:
+            raise UserError(f"data.chat_template: {self.where}:{error.lineno}: {error.message}") from None
+
+    def render(self, messages, tools=None, add_generation_prompt=False):
+        """(text, [(begin, end)] of what generation tags enclose). Raises BadRecord with the template's complaint."""
+        import jinja2
+
+        try:
+            marked = self._compiled.render(
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self.names,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            raise BadRecord(f"the chat template complains: {error}") from None
+        parts = re.split(f"([{BEGIN}{END}])", marked)
+        text, opened, spans = [], [], []
+        length = 0
+        for part in parts:
+            if part == BEGIN:
+                opened.append(length)
+            elif part == END:
+                begin = opened.pop()
+                if begin < length and not opened:
+                    spans.append((begin, length))
+            else:
+                text.append(part)
+                length += len(part)
+        return "".join(text), spans
+
+
+def find_template(tokenizer, data):
+    """The ChatTemplate of data.chat_template, else of the tokenizer's folder (chat_template.jinja, then
+    tokenizer_config.json); None if there is none."""
+    settings = tokenizer_settings(tokenizer.folder)
+    extra = settings.get("extra_special_tokens")
+    names = {}
+    for name, value in (settings | (extra if isinstance(extra, dict) else {})).items():
+        if name.endswith("_token"):
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                names[name] = text
+    for name, number in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)):
+        if number is not None:
+            names.setdefault(name, tokenizer.library.id_to_token(number))
+    if data.chat_template is not None:
+        file = pathlib.Path(data.chat_template).expanduser()
+        if not file.is_file():
+            raise UserError(f"data.chat_template: no file {file}")
+        return ChatTemplate(file.read_text(encoding="utf-8"), names, str(file))
+    file = tokenizer.folder / "chat_template.jinja"
+    if file.is_file():
+        return ChatTemplate(file.read_text(encoding="utf-8"), names, str(file))
+    source = settings.get("chat_template")
+    if isinstance(source, list):  # several, by name
+        source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
+    if source is None:
+        return None
+    return ChatTemplate(source, names, f"{tokenizer.folder / 'tokenizer_config.json'} (chat_template)")
+
+
+def make_chat_renderer(tokenizer, data):
+    """The renderer of conversations: by template, or by mistral-common for a tokenizer.model that comes without one."""
+    template = find_template(tokenizer, data)
+    if template is not None:
+        return ChatRenderer(tokenizer, data, template)
+    if not (tokenizer.folder / "tokenizer.json").is_file():
+        return MistralRenderer(tokenizer, data)
+    raise UserError(
+        f"data.chat_template: the tokenizer in {tokenizer.folder} has no chat template (chat_template.jinja, or "
+        "chat_template in its tokenizer_config.json); name a Jinja file"
+    )
+
+
+@dataclasses.dataclass
+class _Conversation:
+    """One rendered conversation. text: what the model sees. marked: the same with the template's special tokens renamed,
+    or None when no content spells one. controls: where the template wrote special tokens, ascending. spans: what is
+    trained, in characters."""
+
+    text: str
+    marked: str | None
+    controls: list
+    spans: list = dataclasses.field(default_factory=list)
+
+
+class _ConversationRenderer(Renderer):
+    """What the two renderers of conversations share: which messages are legal, and whose turns are trained."""
+
+    def __init__(self, tokenizer, data):
+        super().__init__(tokenizer, data, adds_eos=False)
+        self.train_on = list(dict.fromkeys(data.train_on or ["assistant"]))
+
+    def __call__(self, records):
+        out, ready = [EMPTY] * len(records), []
+        for number, (record, where) in enumerate(records):
+            messages = record["messages"]
+            if isinstance(messages, list) and not messages:
+                self._leave_out("empty", where)
+                continue
+            try:
+                messages = self._checked(messages)
+                ready.append((number, where, self._prepare(messages, record.get("tools") or None)))
+            except BadRecord as error:
+                self._bad(where, f"{error} (roles: {_roles(messages)})")
+        for (number, where, _), encoded in zip(ready, self._encode([item for *_, item in ready]), strict=True):
+            if isinstance(encoded, BadRecord):
+                self._bad(where, f"{encoded} (roles: {_roles(records[number][0]['messages'])})")
+            else:
+                out[number] = self._finish(*self._one_bos(*encoded), where)
+        return out
+
+    def _one_bos(self, tokens, trained):
+        """Exactly one BOS at the beginning, whoever wrote it; none if data.add_bos is false."""
+        bos, given = self.tokenizer.bos_id, 0
+        if bos is None:
+            return tokens, trained
+        while given < len(tokens) and tokens[given] == bos:
+            given += 1
+        begin = [] if self.data.add_bos is False else [bos] if given or len(self.begin) else []
+        tokens = np.concatenate([np.array(begin, np.int32), tokens[given:]])
+        return tokens, np.concatenate([np.zeros(len(begin), bool), trained[given:]])
+
+    def _checked(self, messages):
+        """The messages without fields that are null (templates would write "None")."""
+        if not isinstance(messages, list):
+            raise BadRecord(f"a list of messages is wanted, got {json.dumps(messages)[:40]}")
+        out = []
+        for number, message in enumerate(messages, start=1):
+            if not isinstance(message, dict):
+                raise BadRecord(f"message {number} is no object with role and content")
+            message = {name: value for name, value in message.items() if value is not None}
+            if not isinstance(message.get("role"), str):
+                fields = ", ".join(map(str, message)) or "none"
+                raise BadRecord(f"message {number} has no role (fields here: {fields})")
+            content = message.get("content")
+            if content is None and not message.get("tool_calls"):
+                raise BadRecord(f"message {number} ({message['role']}) has no content")
+            if content is not None and not isinstance(content, str | list):
+                raise BadRecord(f"message {number} ({message['role']}): content must be a string, got {content!r:.40}")
+            out.append(message)
+        if not any(message["role"] in self.train_on for message in out):
+            raise BadRecord(f"no message of a role that is trained ({', '.join(self.train_on)})")
+        if any(MARKS.search(text) for text in strings_of(out)):
+            raise BadRecord("it holds private-use characters from U+10FFF0 on, which mark places here")
+        return out
+
+
+def _roles(messages):
+    if not isinstance(messages, list):
+        return "none"
+    roles = [str(message.get("role")) if isinstance(message, dict) else "?" for message in messages]
+    return ", ".join(roles if len(roles) <= 12 else [*roles[:12], f"... {len(roles)} in all"])
+
+
+class ChatRenderer(_ConversationRenderer):
+    """Conversations, rendered with a ChatTemplate."""
+
+    def __init__(self, tokenizer, data, template):
+        super().__init__(tokenizer, data)
+        self.template = template
+        # Added tokens that are not called special are control tokens too if the template writes them.
+        added = tokenizer.library.get_added_tokens_decoder()
+        self.control_ids = {
+            token.content: number
+            for number, token in added.items()
+            if token.special or token.content in template.source
+        }
+        self.controls = control_pattern(self.control_ids)
+        self._hints = sorted({text[:2] for text in self.control_ids})
+        self.fingerprint = self._fingerprint(
+            template.source, template.names, self.train_on, data.add_bos, data.on_long, data.on_bad, data.seq_len
+        )
+
+    # ------------------------------------------------------------------------------------------------ text and spans
+
+    def _prepare(self, messages, tools):
+        text, tagged = self.template.render(messages, tools)
+        conversation = self._told_apart(text, messages, tools)
+        if self.template.has_generation_tags and self.train_on == ["assistant"]:
+            conversation.spans = self._tagged_spans(conversation, messages, tools, tagged)
+        else:
+            conversation.spans = [
+                self._span(conversation, messages, tools, number)
+                for number, message in enumerate(messages)
+                if message["role"] in self.train_on
+            ]
+            ends = [0, *(end for _, end in conversation.spans)]
+            if any(begin < end for (begin, _), end in zip(conversation.spans, ends, strict=False)):
+                raise BadRecord(self._lacking("the turns overlap in the text"))
+        return conversation
+
+    def _told_apart(self, text, messages, tools):
+        """Which special tokens of the text the template wrote, and which the contents only spell."""
+        found = any(hint in part for part in strings_of([messages, tools]) for hint in self._hints)
+        spelled = found and [word for part in strings_of([messages, tools]) for word in self.controls.findall(part)]
+        if not spelled:
+            return _Conversation(text, None, [match.span() for match in self.controls.finditer(text)])
+        self.escaped.update(spelled)
+        marked, _ = self.template.render(self._mark(messages), self._mark(tools))
+        whole = re.compile(f"{TEXT_BEGIN}(?:{self.controls.pattern}){TEXT_END}|[{TEXT_BEGIN}{TEXT_END}]")
+        controls, renamed, length, place = [], [], 0, 0
+        for match in [*whole.finditer(marked), None]:
+            between = marked[place : match.start() if match else len(marked)]
+            last = 0
+            for control in self.controls.finditer(between):
+                controls.append((length + control.start(), length + control.end()))
+                renamed += [between[last : control.start()], self._rename(control.group())]
+                last = control.end()
+            renamed.append(between[last:])
+            length += len(between)
+            if match:
+                inner = match.group().strip(TEXT_BEGIN + TEXT_END)
+                renamed.append(inner)
+                length += len(inner)
+                place = match.end()
+        if MARKS.sub("", marked) != text:
+            raise BadRecord("the chat template changes text that spells a special token, so it cannot be kept as text")
+        return _Conversation(text, "".join(renamed), controls)
+
+    def _mark(self, value):
+        if isinstance(value, str):
+            return self.controls.sub(lambda match: TEXT_BEGIN + match.group() + TEXT_END, value)
+        if isinstance(value, dict):
+            return {name: self._mark(item) for name, item in value.items()}
+        return [self._mark(item) for item in value] if isinstance(value, list) else value
+
+    def _tagged_spans(self, conversation, messages, tools, tagged):
+        """The parts inside generation tags, each with its end token even if the tags leave that out."""
+        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        if len(tagged) < len(turns):
+            raise BadRecord(
+                f"the generation tags of the chat template {self.template.where} enclose {len(tagged)} parts, but there "
+                f"are {len(turns)} assistant turns"
+            )
+        ends, closing, spans = {end for _, end in conversation.controls}, None, []
+        for begin, end in tagged:
+            if begin + len(conversation.text[begin:end].rstrip()) not in ends:
+                closing = closing or self._closing(messages, tools, turns[-1])
+                end = self._end_token(conversation, end, closing)
+            spans.append((begin, end))
+        return spans
+
+    def _span(self, conversation, messages, tools, number):
+        """(begin, end) in the text of what is trained of one message: from where the model is asked to go on, to the end
+        token; what beginnings of the conversation do not tell of that, stand-ins do."""
+        text, message = conversation.text, messages[number]
+        begin = end = None
+        if message["role"] == "assistant":
+            asked = self._render_or_none(messages[:number], tools, add_generation_prompt=True)
+            if asked is not None and text.startswith(asked):
+                content = message.get("content")
+                content = content.strip() if isinstance(content, str) else ""
+                # If the answer does not follow, then what does is a part of it only if the template writes the prompt.
+                if (content and text[len(asked) :].lstrip().startswith(content)) or asked != self._render_or_none(
+                    messages[:number], tools
+                ):
+                    begin = len(asked)
+        answered = self._render_or_none(messages[: number + 1], tools)
+        if answered is not None and text.startswith(answered):
+            last = bisect.bisect_right(conversation.controls, (len(answered), len(answered))) - 1
+            stop = conversation.controls[last][1] if last >= 0 else 0
+            if stop <= (begin or 0) or text[stop : len(answered)].strip():
+                raise BadRecord(self._lacking(NO_END))
+            end = stop
+        if begin is None or end is None:
+            first, last = self._content_place(text, messages, tools, number)
+            begin = first if begin is None else begin
+            end = self._end_token(conversation, last, self._closing(messages, tools, number)) if end is None else end
+        return begin, end
+
+    def _render_or_none(self, messages, tools, **options):
+        try:
+            return self.template.render(messages, tools, **options)[0]
+        except BadRecord:  # it insists on whole conversations
+            return None
+
+    def _closing(self, messages, tools, number):
+        """The special token that ends the turn of a message that is the last one, or None."""
+        text = (self._render_or_none(messages[: number + 1], tools) or "").rstrip()
+        return next((control for control in self.control_ids if text.endswith(control)), None)
+
+    def _end_token(self, conversation, place, closing):
+        """Where the end token that follows a turn's text ends."""
+        text = conversation.text
+        begin = place + len(text[place:]) - len(text[place:].lstrip())
+        index = bisect.bisect_left(conversation.controls, (begin, begin))
+        if index < len(conversation.controls) and conversation.controls[index][0] == begin:
+            end = conversation.controls[index][1]
+            if text[begin:end] in (closing, self.template.names.get("eos_token")):
+                return end
+        raise BadRecord(self._lacking(NO_END))
+
+    def _content_place(self, text, messages, tools, number):
+        """(begin, end) of a message's content, found by a rendering in which a stand-in takes its place."""
+        content = messages[number].get("content")
+        standin = f"{CONTENT}{number}{CONTENT_END}"
+        if isinstance(content, str) and content.strip():
+            changed = [*messages[:number], messages[number] | {"content": standin}, *messages[number + 1 :]]
+            parts = (self._render_or_none(changed, tools) or "").split(standin)
+            if len(parts) == 2:
+                head, tail = parts
+                for written in (content, content.strip(), content.lstrip(), content.rstrip()):
+                    if text == head + written + tail:
+                        return len(head), len(head) + len(written)
+        raise BadRecord(
+            self._lacking(
+                f"the text of message {number + 1} cannot be told from what stands around it, neither by rendering the "
+                "conversation up to there nor with a stand-in"
+            )
+        )
+
+    def _lacking(self, what):
+        return (
+            f"what is trained cannot be found in the rendering of the chat template {self.template.where}: {what}. "
+            "Generation tags ({% generation %} ... {% endgeneration %}) around what the assistant writes, end token "
+            "included, would say it; data.chat_template names a template of your own"
+        )
+
+    # ------------------------------------------------------------------------------------------------------- tokens
+
+    @functools.cached_property
+    def _plain(self):
+        """The tokenizer with special tokens read from the text."""
+        return type(self.tokenizer.library).from_str(self.tokenizer.library.to_str())
+
+    @functools.cached_property
+    def _renamed(self):
+        """(library, ids): the tokenizer with its control tokens spelled in private-use characters, so that text cannot
+        spell them, and i32[n], what its ids are called in the real one."""
+        settings = json.loads(self.tokenizer.library.to_str())
+        real, settings["post_processor"] = {}, None
+        for token in settings["added_tokens"]:
+            name = token["content"]
+            if name in self.control_ids:
+                token["content"] = self._rename(name)
+            real[token["content"]] = token["id"]
+        library = type(self.tokenizer.library).from_str(json.dumps(settings))
+        ids = np.arange(max(library.get_vocab(with_added_tokens=True).values()) + 1, dtype=np.int32)
+        for name, number in real.items():
+            ids[library.token_to_id(name)] = number
+        return library, ids
+
+    def _rename(self, control):
+        """As long as the control token itself, so that places in the text stay the same."""
+        return chr(RENAMED + self.control_ids[control]) * len(control)
+
+    def __getstate__(self):
+        return {name: value for name, value in self.__dict__.items() if name not in ("_plain", "_renamed")}
+
+    def _encode(self, conversations):
+        texts = [conversation.text for conversation in conversations if conversation.marked is None]
+        plain = iter(self._plain.encode_batch(texts, add_special_tokens=False))
+        return [
+            self._encoded(next(plain), conversation)
+            if conversation.marked is None
+            else self._encoded(None, conversation)
+            for conversation in conversations
+        ]
+
+    def _encoded(self, encoding, conversation):
+        """(tokens i32[n], trained bool[n]) of a conversation, or a BadRecord."""
+        library, names = (self._plain, None) if conversation.marked is None else self._renamed
+        text = conversation.marked or conversation.text
+        if encoding is None:
+            encoding = library.encode(text, add_special_tokens=False)
+        tokens, places = np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        begins = np.array([begin for begin, _ in conversation.spans])
+        across = ((places[:, 0] < begins[:, None]) & (begins[:, None] < places[:, 1])).any(1)
+        if across.any():
+            tokens, places = self._cut(library, text, begins[across].tolist())
+        trained = np.zeros(len(tokens), bool)
+        for begin, end in conversation.spans:
+            trained |= (places[:, 0] < end) & (places[:, 1] > begin)
+        if names is not None:
+            tokens = names[tokens]
+            written = np.isin(tokens, list(self.control_ids.values())).sum()
+            if written != len(conversation.controls):
+                return BadRecord("text in it spells a special token in a way that the tokenizer cannot keep as text")
+        return tokens, trained
+
+    def _cut(self, library, text, cuts):
+        """(tokens, places) of a text whose parts between the cuts are encoded each for itself."""
+        tokens, places = [], []
+        for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+            part, shift, drop = text[begin:end], begin, 0
+            encoding = library.encode(part, add_special_tokens=False)
+            if begin and not self.tokenizer.starts_plainly:  # without the space that it puts before a text
+                newline = library.encode("\n", add_special_tokens=False).ids
+                after = library.encode("\n" + part, add_special_tokens=False)
+                if after.ids[: len(newline)] == newline:
+                    encoding, shift, drop = after, begin - 1, len(newline)
+            tokens += encoding.ids[drop:]
+            places += [(first + shift, last + shift) for first, last in encoding.offsets[drop:]]
+        return np.array(tokens, np.int32), np.array(places, np.int64).reshape(-1, 2)
+
+
+class MistralRenderer(_ConversationRenderer):
+    """Conversations as mistral-common encodes them, for a tokenizer.model that comes without a chat template."""
+
+    def __init__(self, tokenizer, data):
+        super().__init__(tokenizer, data)
+        if self.train_on != ["assistant"]:
+            raise UserError(
+                f"data.train_on: without a chat template only assistant turns can be trained, got {self.train_on}; name "
+                "a Jinja file in data.chat_template"
+            )
+        self._mistral  # noqa: B018  what is missing is told now
+        self.fingerprint = self._fingerprint(self.train_on, data.add_bos, data.on_long, data.on_bad, data.seq_len)
+
+    def __getstate__(self):
+        return {name: value for name, value in self.__dict__.items() if name != "_mistral"}
+
+    @functools.cached_property
+    def _mistral(self):
+        try:
+            from mistral_common.protocol.instruct.validator import ValidationMode
+            from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
+        except ImportError as error:
+            raise UserError(
+                f"data.chat_template: the tokenizer in {self.tokenizer.folder} has no chat template, and without one "
+                f"the package mistral-common[sentencepiece] is needed ({error}); install it or name a Jinja file"
+            ) from None
+        return MistralTokenizer.from_file(str(self.tokenizer.file), mode=ValidationMode.finetuning)
+
+    def _prepare(self, messages, tools):
+        """(tokens, trained): every answer's tokens, as the tokenizer gives them, must stand before its EOS."""
+        from mistral_common.exceptions import MistralCommonException
+        from mistral_common.protocol.instruct.request import ChatCompletionRequest
+
+        if tools or any(not isinstance(message.get("content"), str) for message in messages):
+            raise BadRecord("tools and contents that are no strings need a chat template (data.chat_template)")
+        for message in messages:
+            self._count_escaped(message["content"])
+        plain = [{name: message[name] for name in ("role", "content")} for message in messages]
+        try:
+            tokens = self._mistral.encode_chat_completion(ChatCompletionRequest(messages=plain)).tokens
+        except (MistralCommonException, ValueError) as error:
+            raise BadRecord(f"mistral-common complains: {error}") from None
+        tokens = np.array(tokens, np.int32)
+        ends = np.flatnonzero(tokens == self.tokenizer.eos_id)
+        answers = [message["content"] for message in plain if message["role"] == "assistant"]
+        trained = np.zeros(len(tokens), bool)
+        if len(ends) == len(answers):
+            for end, answer in zip(ends, answers, strict=True):
+                ids = self._mistral.instruct_tokenizer.tokenizer.encode(answer, bos=False, eos=True)
+                begin = end + 1 - len(ids)
+                if begin > 0 and tokens[begin : end + 1].tolist() == ids:
+                    trained[begin : end + 1] = True
+                else:
+                    break
+            else:
+                return tokens, trained
+        raise BadRecord("the answers cannot be found in what mistral-common makes of it; name a data.chat_template")
+
+    def _encode(self, prepared):
+        return prepared

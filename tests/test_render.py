@@ -1,0 +1,537 @@
+"""What of a conversation, a pair or a list of ids becomes tokens, and which of them are trained.
+
+The oracle for ids and masks is transformers' apply_chat_template, for SentencePiece the package mistral-common. Templates
+are those of the models in style, tokenizers small ones made here, but for Mixtral's, which is the real one.
+"""
+
+import importlib.util
+import json
+import pathlib
+import pickle
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxllm.data import DataConfig
+from jaxllm.data.render import Tokenizer, load_tokenizer, make_renderer
+from jaxllm.section import UserError
+
+pytest.importorskip("jinja2", reason="chat templates are Jinja")
+
+KIT = (
+    "{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>\n"
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}</s>{% endgeneration %}"
+    "{% else %}{{ m['content'] }}</s>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+LLAMA3 = (
+    "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' + "
+    "message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}"
+    "{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+SMOLLM2 = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are "
+    "a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + "
+    "message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SMOLLM2_TAGGED = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}{{ message['content'] + "
+    "'<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MIXTRAL = (
+    "{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}{% elif message['role'] == "
+    "'assistant' %}{{ message['content'] + eos_token}}{% else %}{{ raise_exception('Only user and assistant roles are "
+    "supported!') }}{% endif %}{% endfor %}"
+)
+# style: (template, special tokens with bos and eos first, end token, whether the tokenizer adds BOS itself)
+STYLES = {
+    "kit": (KIT, ["<s>", "</s>", "<pad>", "<|system|>", "<|user|>", "<|assistant|>"], "</s>", True),
+    "kit without tags": (
+        KIT.replace("{% generation %}", "").replace("{% endgeneration %}", ""),
+        ["<s>", "</s>", "<pad>", "<|system|>", "<|user|>", "<|assistant|>"],
+        "</s>",
+        True,
+    ),
+    "llama 3": (
+        LLAMA3,
+        ["<|begin_of_text|>", "<|eot_id|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>"],
+        "<|eot_id|>",
+        True,
+    ),
+    "smollm2": (SMOLLM2, ["<|im_start|>", "<|im_end|>", "<|endoftext|>"], "<|im_end|>", False),
+    "smollm2 with tags": (SMOLLM2_TAGGED, ["<|im_start|>", "<|im_end|>", "<|endoftext|>"], "<|im_end|>", False),
+}
+SYSTEM = {"role": "system", "content": "be brief"}
+
+
+def turns(*contents):
+    return [{"role": ("user", "assistant")[n % 2], "content": content} for n, content in enumerate(contents)]
+
+
+def make_folder(folder, template, special, adds_bos, **config):
+    from tokenizers import Tokenizer as Library
+    from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+    library = Library(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=512,
+        special_tokens=special,
+        show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
+    texts = [f"question number {n}: what is {n} plus one?\n\n\nanswer: {n + 1}.\n\n" for n in range(300)]
+    library.train_from_iterator(texts, trainer)
+    if adds_bos:
+        library.post_processor = processors.TemplateProcessing(
+            single=f"{special[0]} $A", special_tokens=[(special[0], library.token_to_id(special[0]))]
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    library.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": special[0], "eos_token": special[1]} | config
+    if template is not None:
+        config["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    base = tmp_path_factory.mktemp("styles")
+    return {
+        name: make_folder(base / name.replace(" ", "-"), template, special, adds_bos)
+        for name, (template, special, _, adds_bos) in STYLES.items()
+    }
+
+
+def renderer(folder, kind="chat", **options):
+    data = DataConfig(kind=kind, tokenizer=str(folder), **options)
+    cfg = SimpleNamespace(data=data, model=SimpleNamespace(vocab_size=None, path=None, revision=None))
+    return make_renderer(cfg, load_tokenizer(cfg))
+
+
+def render(folder, messages, **options):
+    return renderer(folder, **options)([({"messages": messages}, "chat.jsonl:1")])[0]
+
+
+def trained(document):
+    """Ids of the trained targets; each must be the next token."""
+    at = np.flatnonzero(document.loss_weights)
+    assert (document.targets[at] == document.tokens[at + 1]).all()
+    return document.targets[at].tolist()
+
+
+def parts(folder, document):
+    """Text of each run of trained targets, special tokens written out."""
+    at = np.flatnonzero(document.loss_weights)
+    tokenizer = Tokenizer.load(folder)
+    return [
+        tokenizer.decode(document.targets[run]) for run in np.split(at, np.flatnonzero(np.diff(at) > 1) + 1) if len(run)
+    ]
+
+
+def theirs(folder, messages):
+    """(ids, mask) by transformers."""
+    from transformers import AutoTokenizer
+
+    out = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True
+    )
+    return out["input_ids"], out["assistant_masks"]
+
+
+# ----------------------------------------------------------------------------------------------------------------- chat
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_the_trained_targets_are_the_assistants_texts_and_end_tokens_and_the_ids_the_models_own(folders, style):
+    messages = [SYSTEM, *turns("number 1?", "answer: 2.", "and  plus\n one é?", "  3\n\nis the answer 👩‍👧", "?", "x")]
+    document = render(folders[style], messages)
+    written = [message["content"] for message in messages if message["role"] == "assistant"]
+    if style == "llama 3":
+        written = [text.strip() for text in written]
+    assert parts(folders[style], document) == [text + STYLES[style][2] for text in written]
+    assert document.tokens.tolist() == theirs(folders[style], messages)[0]
+    assert document.loss_weights[-1] == 0
+
+
+@pytest.mark.parametrize("style", ["kit", "smollm2 with tags"])
+def test_masks_equal_transformers_where_the_template_has_generation_tags(folders, style):
+    for messages in (
+        [SYSTEM, *turns("question number 0", "answer 0.", "and plus one?", "answer 1.")],
+        turns("a", "b"),
+        turns("a", "b c\n", "d", "", "e"),
+    ):
+        document = render(folders[style], messages)
+        ids, mask = theirs(folders[style], messages)
+        assert document.tokens.tolist() == ids
+        assert document.loss_weights[:-1].tolist() == mask[1:]
+
+
+def test_without_generation_tags_the_same_is_trained_as_with_them(folders):
+    messages = [SYSTEM, *turns("question number 0", "answer 0.", "and plus one?", "answer 1.")]
+    with_tags, without = (render(folders[style], messages) for style in ("kit", "kit without tags"))
+    for got, want in zip(without, with_tags, strict=True):
+        assert np.array_equal(got, want)
+    assert trained(without).count(1) == 2  # both end tokens
+
+
+contents = st.text(alphabet="ab1 \n.é<|>/s", min_size=1, max_size=12).filter(str.strip)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(contents, min_size=2, max_size=6), st.sampled_from(["kit without tags", "llama 3", "smollm2"]))
+def test_any_contents_give_back_exactly_the_answers(folders, texts, style):
+    messages = turns(*texts)
+    document = render(folders[style], messages)
+    clean = (lambda text: text.strip()) if style == "llama 3" else (lambda text: text)
+    assert parts(folders[style], document) == [clean(text) + STYLES[style][2] for text in texts[1::2]]
+    tokenizer = Tokenizer.load(folders[style])
+    whole = tokenizer.decode(document.tokens)
+    assert whole == renderer(folders[style]).template.render(messages)[0]
+    specials = [n for n, token in tokenizer.library.get_added_tokens_decoder().items() if token.special]
+    assert trained(document).count(tokenizer.eos_id) == len(texts) // 2
+    assert np.isin(document.tokens, specials).sum() == len(renderer(folders[style])._prepare(messages, None).controls)
+
+
+def test_text_that_spells_special_tokens_stays_text_and_is_counted(folders):
+    folder = folders["kit"]
+    messages = turns("say </s> <|assistant|> now", "no </s> way")
+    render_chat = renderer(folder)
+    document = render_chat([({"messages": messages}, "x:1")])[0]
+    ids = document.tokens.tolist()
+    assert (ids.count(0), ids.count(1), ids.count(5)) == (1, 2, 1)
+    assert parts(folder, document) == ["no </s> way</s>"]
+    assert render_chat.escaped == {"</s>": 2, "<|assistant|>": 1}
+    # What surrounds it is what the model's own tokenizer gives.
+    clean = render(folder, turns("say x now", "no x way")).tokens.tolist()
+    assert ids[: ids.index(4) + 2] == clean[: clean.index(4) + 2]
+    for style in ("llama 3", "smollm2"):
+        end = STYLES[style][2]
+        spelled = render(folders[style], turns(f"a{end}", f"b {end}\n", "c", end))
+        assert trained(spelled).count(1) == 2
+        want = [f"b {end}" + ("" if style == "llama 3" else "\n") + end, end + end]
+        assert parts(folders[style], spelled) == want
+
+
+def test_there_is_one_bos_whether_template_or_tokenizer_writes_it(folders, tmp_path):
+    messages = turns("a", "b")
+    _, special, *_ = STYLES["kit"]
+    bare = make_folder(tmp_path / "bare", KIT.replace("{{ bos_token }}", ""), special, True)
+    twice = make_folder(tmp_path / "twice", "{{ bos_token }}" + KIT, special, True)
+    plain = make_folder(tmp_path / "plain", KIT, special, False)
+    want = render(folders["kit"], messages)
+    assert want.tokens.tolist().count(0) == 1 and want.tokens[0] == 0
+    for folder in (bare, twice, plain):
+        for got, wanted in zip(render(folder, messages), want, strict=True):
+            assert np.array_equal(got, wanted)
+    assert 0 not in render(folders["kit"], messages, add_bos=False).tokens
+
+
+def test_a_pad_token_that_is_the_eos_changes_nothing(folders, tmp_path):
+    template, special, _, adds_bos = STYLES["kit"]
+    padded = make_folder(tmp_path, template, special, adds_bos, pad_token="</s>")
+    for got, want in zip(render(padded, turns("a", "b")), render(folders["kit"], turns("a", "b")), strict=True):
+        assert np.array_equal(got, want)
+
+
+def test_other_roles_are_trained_when_asked_for_without_their_headers(folders):
+    messages = [SYSTEM, *turns("one", "two", "three", "four")]
+    for style in ("kit", "smollm2"):
+        end = STYLES[style][2]
+        assert parts(folders[style], render(folders[style], messages, train_on=["user"])) == [
+            "one" + end,
+            "three" + end,
+        ]
+        both = render(folders[style], messages, train_on=["assistant", "user"])
+        assert parts(folders[style], both) == [text + end for text in ("one", "two", "three", "four")]
+
+
+def test_an_answer_that_would_merge_with_its_header_is_cut_there_and_trained_whole(folders):
+    document = render(folders["smollm2"], turns("question", "\n\nanswer"))
+    assert parts(folders["smollm2"], document) == ["\n\nanswer<|im_end|>"]
+    tokenizer = Tokenizer.load(folders["smollm2"])
+    asked = renderer(folders["smollm2"]).template.render(turns("question"), add_generation_prompt=True)[0]
+    begin = int(np.argmax(document.loss_weights)) + 1
+    assert tokenizer.decode(document.tokens[:begin]) == asked
+
+
+def with_template(tmp_path, template, style="smollm2"):
+    return make_folder(tmp_path / "own", template, STYLES[style][1], STYLES[style][3])
+
+
+def test_a_header_is_found_where_the_template_has_no_generation_prompt(tmp_path):
+    folder = with_template(tmp_path, SMOLLM2[: SMOLLM2.index("{% if add_generation_prompt")])
+    assert parts(folder, render(folder, turns("a", "b", "c", "d"))) == ["b<|im_end|>", "d<|im_end|>"]
+
+
+def test_a_template_that_writes_earlier_turns_otherwise_than_the_last_is_read_through_stand_ins(tmp_path):
+    thinking = SMOLLM2.replace(
+        "message['role'] + '\n' +",
+        "message['role'] + '\n' + ('<think>\n\n</think>\n\n' if loop.last and message['role'] == 'assistant' else '') +",
+    )
+    assert thinking != SMOLLM2
+    folder = with_template(tmp_path, thinking)
+    got = parts(folder, render(folder, turns("a", "b", "c", "d")))
+    assert got == ["b<|im_end|>", "<think>\n\n</think>\n\nd<|im_end|>"]
+
+
+def test_end_tokens_outside_of_generation_tags_are_trained(tmp_path):
+    outside = SMOLLM2_TAGGED.replace("+ '<|im_end|>' }}{% endgeneration %}", "}}{% endgeneration %}{{ '<|im_end|>' }}")
+    assert outside != SMOLLM2_TAGGED
+    folder = with_template(tmp_path, outside)
+    assert parts(folder, render(folder, turns("a", "b", "c", "d"))) == ["b<|im_end|>", "d<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    "template, complaint",
+    [
+        ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}\n{% endfor %}", "no special token after"),
+        ("{% for m in messages %}{{ m['content'] | upper }}<|im_end|>{% endfor %}", "cannot be told from what stands"),
+        ("{% for m in messages %}{% if loop.last %}{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}"
+         "{% else %}{{ m['content'] }}<|im_end|>{% endif %}{% endfor %}", "enclose 1 parts, but there are 2"),
+    ],
+)  # fmt: skip
+def test_a_template_in_which_the_answers_cannot_be_found_is_refused(tmp_path, template, complaint):
+    folder = with_template(tmp_path, template)
+    with pytest.raises(UserError, match=f"chat.jsonl:1: .*template.*{complaint}"):
+        render(folder, turns("ab", "cd", "ef", "gh"))
+
+
+def test_odd_conversations_are_named_with_their_roles_and_the_templates_complaint_or_left_out_and_counted(
+    folders, tmp_path
+):
+    strict = (
+        "{% for m in messages %}{% if (m['role']=='user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + KIT
+    )
+    folder = with_template(tmp_path, strict, "kit")
+    odd = turns("hi", "hi", "hi") + turns("hi")
+    with pytest.raises(UserError, match=r"odd\.jsonl:21: .*roles must alternate.*user, assistant, user, user"):
+        renderer(folder)([({"messages": odd}, "odd.jsonl:21")])
+    bad = {
+        "template": (odd, "alternate"),
+        "null": ([*turns("a"), {"role": "assistant", "content": None}], r"message 2 \(assistant\) has no content"),
+        "number": ([*turns("a"), {"role": "assistant", "content": 4}], "must be a string, got 4"),
+        "no role": ([{"from": "gpt", "value": "x"}], r"has no role \(fields here: from, value\)"),
+        "no answer": (turns("a"), r"no message of a role that is trained \(assistant\)"),
+        "no list": ("hello", "a list of messages is wanted"),
+        "marks": (turns("a", "b\U0010fff0"), "private-use"),
+    }
+    for messages, complaint in bad.values():
+        with pytest.raises(UserError, match=complaint):
+            render(folder, messages)
+    skipping = renderer(folder, on_bad="skip")
+    records = [(messages, name) for name, (messages, _) in bad.items()] + [([], "empty"), (turns("a", "b"), "good")]
+    out = skipping([({"messages": messages}, where) for messages, where in records])
+    assert [len(document.tokens) > 0 for document in out] == [False] * (len(bad) + 1) + [True]
+    assert skipping.left_out == {"skipped": len(bad), "empty": 1}
+    assert skipping.examples["skipped"].startswith("template: ") and skipping.examples["empty"] == "empty"
+    # A role that the template does not know is no error where it writes any role.
+    tool = [*turns("a", "b"), {"role": "tool", "content": "4"}, *turns("x", "c")[1:]]
+    assert parts(folders["smollm2"], render(folders["smollm2"], tool)) == ["b<|im_end|>", "c<|im_end|>"]
+
+
+def test_a_long_conversation_stops_the_run_or_is_cut_at_its_end_or_left_out(folders):
+    folder, messages = folders["kit"], turns("go", "one two three " * 60)
+    whole = render(folder, messages, seq_len=4096)
+    length = len(whole.tokens)
+    with pytest.raises(UserError, match=rf"chat\.jsonl:1: {length} tokens, data\.seq_len is 64.*truncate"):
+        render(folder, messages, seq_len=64)
+    cutting = renderer(folder, seq_len=64, on_long="truncate")
+    (cut,) = cutting([({"messages": messages}, "x:1")])
+    assert len(cut.tokens) == 64 and np.array_equal(cut.tokens, whole.tokens[:64])
+    assert cut.loss_weights.sum() == whole.loss_weights[:63].sum() > 40  # what survived, and no invented end
+    assert 1 not in trained(cut) and cut.loss_weights[-1] == 0
+    assert cutting.truncated == {"documents": 1, "tokens": length - 64} and "x:1" in cutting.examples["truncated"]
+    skipping = renderer(folder, seq_len=64, on_long="skip")
+    assert len(skipping([({"messages": messages}, "x:1")])[0].tokens) == 0
+    assert skipping.left_out == {"longer than data.seq_len": 1} and "x:1" in str(skipping.examples)
+    with pytest.raises(UserError, match=r"x:2: .*nothing that is trained is left before the cut"):
+        cutting([({"messages": turns("one two three " * 60, "go")}, "x:2")])
+    assert len(render(folder, messages, seq_len=length).tokens) == length
+
+
+def test_templates_are_found_in_a_file_beside_the_tokenizer_or_named(folders, tmp_path):
+    template, special, _, adds_bos = STYLES["kit"]
+    messages = turns("a", "b")
+    bare = make_folder(tmp_path / "bare", None, special, adds_bos)
+    with pytest.raises(UserError, match=r"data\.chat_template: .*has no chat template"):
+        render(bare, messages)
+    (tmp_path / "own.jinja").write_text(template)
+    want = render(folders["kit"], messages).tokens.tolist()
+    assert render(bare, messages, chat_template=str(tmp_path / "own.jinja")).tokens.tolist() == want
+    (bare / "chat_template.jinja").write_text(template)
+    assert render(bare, messages).tokens.tolist() == want
+    (tmp_path / "broken.jinja").write_text("{% for %}")
+    with pytest.raises(UserError, match=r"data\.chat_template: .*broken\.jinja:1"):
+        render(bare, messages, chat_template=str(tmp_path / "broken.jinja"))
+    with pytest.raises(UserError, match=r"data\.chat_template: no file"):
+        render(bare, messages, chat_template=str(tmp_path / "absent.jinja"))
+
+
+def test_templates_run_in_a_sandbox(tmp_path):
+    folder = with_template(tmp_path, "{{ messages.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(UserError, match="unsafe"):
+        render(folder, turns("a", "b"))
+
+
+def test_a_pickled_renderer_renders_the_same(folders):
+    messages = turns("say </s>", "no </s> way")
+    one = renderer(folders["kit"])
+    two = pickle.loads(pickle.dumps(one))
+    for got, want in zip(two([({"messages": messages}, "")])[0], one([({"messages": messages}, "")])[0], strict=True):
+        assert np.array_equal(got, want)
+    text = pickle.loads(pickle.dumps(renderer(folders["kit"], "text")))
+    assert text([("a </s>", "")])[0].tokens.tolist().count(1) == 1 and text.escaped == {"</s>": 1}
+
+
+def test_the_fingerprint_covers_tokenizer_template_selection_and_lengths(folders, tmp_path):
+    folder = folders["kit"]
+    (tmp_path / "own.jinja").write_text(KIT + " ")
+    choices = [
+        renderer(folder),
+        renderer(folders["llama 3"]),
+        renderer(folder, chat_template=str(tmp_path / "own.jinja")),
+        renderer(folder, train_on=["user"]),
+        renderer(folder, seq_len=100),
+        renderer(folder, on_long="skip"),
+        renderer(folder, "prompt"),
+        renderer(folder, "prompt", train_on=["prompt", "completion"]),
+        renderer(folder, "text"),
+        renderer(folder, "tokens"),
+    ]
+    assert len({choice.fingerprint for choice in choices}) == len(choices)
+    assert renderer(folder).fingerprint == choices[0].fingerprint
+
+
+# ------------------------------------------------------------------------------------------------------ prompts, tokens
+
+
+def pair(folder, prompt, completion, **options):
+    return renderer(folder, "prompt", **options)([({"prompt": prompt, "completion": completion}, "p.jsonl:1")])[0]
+
+
+def test_a_prompt_keeps_its_own_tokens_and_all_of_the_completion_and_the_eos_are_trained(folders):
+    import tokenizers
+
+    library = tokenizers.Tokenizer.from_file(str(folders["kit"] / "tokenizer.json"))
+    prompt, completion = "what is 3 plus one? answer: ", "4."
+    ids = [library.encode(text, add_special_tokens=False).ids for text in (prompt, completion)]
+    joint = library.encode(prompt + completion, add_special_tokens=False).ids
+    assert joint[: len(ids[0])] != ids[0]  # the border would be lost
+    document = pair(folders["kit"], prompt, completion)
+    assert document.tokens.tolist() == [0, *ids[0], *ids[1], 1]
+    assert trained(document) == [*ids[1], 1]
+    assert trained(pair(folders["kit"], prompt, completion, add_eos=False)) == ids[1]
+    assert trained(pair(folders["kit"], prompt, completion, train_on=["prompt", "completion"])) == [*ids[0], *ids[1], 1]
+
+
+def test_pairs_that_cannot_be_used_are_named_or_counted(folders):
+    for prompt, completion, complaint in (("a", "", "completion is empty"), ("a", None, "completion is null")):
+        with pytest.raises(UserError, match=rf"p\.jsonl:1: the {complaint}"):
+            pair(folders["kit"], prompt, completion)
+    with pytest.raises(UserError, match=r"data\.train_on"):
+        pair(folders["kit"], "a", "b", train_on=["assistant"])
+    with pytest.raises(UserError, match=r"p\.jsonl:1: 4 tokens, data\.seq_len is 3"):
+        pair(folders["kit"], "a", "b", seq_len=3)
+    with pytest.raises(UserError, match="nothing that is trained is left"):
+        pair(folders["kit"], "a b c", "d", seq_len=3, on_long="truncate")
+    spelled = pair(folders["kit"], "a </s>", "b </s>")
+    assert spelled.tokens.tolist().count(1) == 1 and trained(spelled)[-1] == 1
+
+
+def test_tokens_are_trained_as_they_are_and_refused_beyond_the_embedding():
+    cfg = SimpleNamespace(data=DataConfig(kind="tokens"), model=SimpleNamespace(vocab_size=300, path=None))
+    assert load_tokenizer(cfg) is None
+    render_tokens = make_renderer(cfg, None)
+    (document,) = render_tokens([(np.array([5, 6, 7], np.uint16), "a.bin")])
+    assert (document.tokens.tolist(), trained(document)) == ([5, 6, 7], [6, 7])
+    with pytest.raises(UserError, match=r"a\.bin: token id 300, but the embedding has 300 rows"):
+        render_tokens([(np.array([5, 300]), "a.bin")])
+
+
+# -------------------------------------------------------------------------------------------------------------- Mixtral
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory):
+    """A folder with the real tokenizer.model of Mixtral 8x7B."""
+    for package in ("mistral_common", "sentencepiece"):
+        if not importlib.util.find_spec(package):
+            pytest.skip('pip install "mistral-common[sentencepiece]"')
+    package = pathlib.Path(importlib.util.find_spec("mistral_common").submodule_search_locations[0])
+    folder = tmp_path_factory.mktemp("mixtral")
+    (folder / "tokenizer.model").write_bytes((package / "data" / "tokenizer.model.v1").read_bytes())
+    return folder
+
+
+def test_a_tokenizer_model_gives_the_ids_of_mistral_common(mixtral):
+    from mistral_common.tokens.tokenizers.sentencepiece import SentencePieceTokenizer
+
+    ours, real = Tokenizer.load(mixtral), SentencePieceTokenizer(str(mixtral / "tokenizer.model"))
+    assert (ours.vocab_size, ours.bos_id, ours.eos_id, ours.adds_bos) == (32000, 1, 2, True)
+    spaces = ["a" + " " * count + "b" for count in range(40)]
+    source = pathlib.Path(json.__file__).read_text()  # indentation is what another order of merges gets wrong
+    texts = [source, *spaces, "café cafe\u0301", "\t\tx\r\ny\n\n", "👨‍👩‍👧", "</s> [INST] <s>", "", " ", "漢字"]
+    for text, ids in zip(texts, ours.encode_batch(texts), strict=True):
+        assert ids.tolist() == real.encode(text, bos=False, eos=False)
+        assert ours.decode(ids) == text
+
+
+def test_a_tokenizer_model_gives_the_ids_of_mistral_common_for_any_text(mixtral):
+    from mistral_common.tokens.tokenizers.sentencepiece import SentencePieceTokenizer
+
+    ours, real = Tokenizer.load(mixtral), SentencePieceTokenizer(str(mixtral / "tokenizer.model"))
+
+    @settings(max_examples=200, deadline=None)
+    @given(st.text(max_size=60) | st.text(alphabet="ab  \n\t.1éi", max_size=60))
+    def check(text):
+        assert ours.encode_batch([text])[0].tolist() == real.encode(text, bos=False, eos=False)
+
+    check()
+
+
+def test_mixtrals_answers_are_trained_with_its_template_and_without(mixtral, tmp_path):
+    messages = turns("one", "two  three\n    four", "five", "six </s>")
+    (tmp_path / "mixtral.jinja").write_text(MIXTRAL)
+    document = render(mixtral, messages, chat_template=str(tmp_path / "mixtral.jinja"))
+    assert parts(mixtral, document) == ["two  three\n    four</s>", "six </s></s>"]
+    assert document.tokens[0] == 1 and trained(document).count(2) == 2
+    assert document.tokens.tolist().count(1) == 1 and document.tokens.tolist().count(2) == 2
+
+    from mistral_common.protocol.instruct.request import ChatCompletionRequest
+    from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
+
+    document = render(mixtral, messages)
+    real = MistralTokenizer.from_file(str(mixtral / "tokenizer.model"))
+    asked = real.encode_chat_completion(ChatCompletionRequest(messages=messages[:3])).tokens
+    assert document.tokens[: len(asked)].tolist() == asked
+    assert parts(mixtral, document) == ["two  three\n    four</s>", "six </s></s>"]
+    with pytest.raises(UserError, match=r"chat\.jsonl:1: mistral-common complains.*roles: user, assistant, user"):
+        render(mixtral, turns("a", "b", "c"))
+
+
+def test_a_completion_goes_on_from_its_prompt_without_a_space_of_the_tokenizers(mixtral):
+    document = pair(mixtral, "what is 3 plus one? answer: ", "4.")
+    tokenizer = Tokenizer.load(mixtral)
+    assert tokenizer.decode(document.tokens) == "<s> what is 3 plus one? answer: 4.</s>"
+    assert tokenizer.library.id_to_token(trained(document)[0]) == "4"
+
+
+def test_files_that_are_no_such_tokenizer_are_refused(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"\x0a\xff")
+    with pytest.raises(UserError, match="is no SentencePiece"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tekken.json").write_text("{}")
+    with pytest.raises(UserError, match="tekken"):
+        Tokenizer.load(tmp_path / "tekken.json")
