@@ -508,8 +508,7 @@ def _shown(value: Any) -> str:
 HARMLESS = (
     "output_dir", "steps", "mesh", "model.path", "model.revision", "model.remat", "data.path", "checkpoint", "logging",
     "evaluation", "optimizer.num_microbatches", "optimizer.max_bad_steps", "attention.backend", "loss.chunk_size",
-    "data.tokenizer", # what it holds is in the fingerprint of the data
-
+    "data.workers", "data.cache", "data.tokenizer",  # what the tokenizer holds is in the fingerprint of the data
 )  # fmt: skip
 # These change the course of the run and may be meant to: allowed, and shown first.
 RESHAPING = ("learning_rate", "schedule", "min_ratio", "warmup_steps", "decay_steps", "schedule_steps")

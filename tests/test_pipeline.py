@@ -609,7 +609,7 @@ def test_on_a_terminal_what_is_trained_is_green(corpus, tokenizer):
     rows, _ = next(Pipeline(training.source, None, cfg.data))
     out = io.StringIO()
     out.isatty = lambda: True
-    command._print_row(training.tokenizer, rows, 0, {}, True, out)
+    command._print_row(training.tokenizer, rows, 0, {}, out)
     text = out.getvalue().split("\n", 1)[1]
     assert f"{command.SEEN}<|bos|>what is 0?{command.PLAIN}{command.TRAINED} it is 0.<|eos|>{command.PLAIN}" in text
 

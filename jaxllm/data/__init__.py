@@ -40,7 +40,9 @@ class DataConfig(Section):
     are passed over."""
 
     weights: list[float] | None = None
-    """Share of the documents drawn from each entry of `path`, in any unit. Not set: every document once per epoch."""
+    """Share of the documents drawn from each entry of `path`, in any unit. Each source is shuffled by itself and begins
+    again when it is used up; with `epochs` or `repeat = false` the data ends when every source was read that often. Not
+    set: every document once per epoch."""
 
     exclude: list[str] = pydantic.Field(default_factory=list)
     """Globs of files to leave out, matched with the path relative to the pattern's fixed folder; here `*` also crosses
