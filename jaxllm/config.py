@@ -292,6 +292,11 @@ def _conflicts(config: Config, num_devices: int | None) -> list[str]:
             f"{config.model.max_position_embeddings}, for which the model's positions are meant; shorten the rows, or "
             "raise model.max_position_embeddings together with scaled model.rope_parameters"
         )
+    if config.data.packing == "first_fit" and config.data.kind in ("text", "tokens"):
+        conflicts.append(
+            f'data.packing: "first_fit" splits nothing, and documents of data.kind = "{config.data.kind}" may be of any '
+            'length; use "concatenate" or "none"'
+        )
     size = (config.data.tokenizer or "").removeprefix("bpe:")
     if size != config.data.tokenizer and size.isdecimal() and int(size) > config.model.vocab_size:
         conflicts.append(

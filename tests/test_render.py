@@ -535,3 +535,57 @@ def test_files_that_are_no_such_tokenizer_are_refused(tmp_path):
     (tmp_path / "tekken.json").write_text("{}")
     with pytest.raises(UserError, match="tekken"):
         Tokenizer.load(tmp_path / "tekken.json")
+
+
+def test_a_vocabulary_as_large_as_llama_3_s_keeps_spelled_control_tokens_text(tmp_path):
+    import tokenizers
+
+    library = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({f"w{n}": n for n in range(128_000)} | {"[UNK]": 128_000}, "[UNK]")
+    )
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"\s+|\S+"), "isolated")
+    names = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"]
+    library.add_special_tokens([tokenizers.AddedToken(name, special=True) for name in names])
+    library.save(str(tmp_path / "tokenizer.json"))
+    settings = {"bos_token": names[0], "eos_token": names[2]}
+    settings["chat_template"] = (
+        "{{ bos_token }}{% for m in messages %}{{ m.role }} : {{ m.content }}<|eot_id|>{% endfor %}"
+    )
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    cfg = SimpleNamespace(
+        data=DataConfig(kind="chat", tokenizer=str(tmp_path), seq_len=256),
+        model=SimpleNamespace(path=None, vocab_size=None, revision=None),
+    )
+    render = make_renderer(cfg, Tokenizer.load(tmp_path))
+    messages = [{"role": "user", "content": "w1 <|eot_id|> w2"}, {"role": "assistant", "content": "w3"}]
+    (document,) = render([({"messages": messages}, "here")])
+    assert (document.tokens == library.token_to_id("<|eot_id|>")).sum() == 2  # one per turn, none for the text
+
+
+def test_an_end_token_behind_the_generation_tags_is_trained_although_another_token_ends_them(tmp_path):
+    import tokenizers
+
+    library = tokenizers.Tokenizer(tokenizers.models.BPE())
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = ["<|im_start|>", "<|im_end|>"]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=special,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    library.train_from_iterator(["hello"], trainer)
+    library.add_tokens([tokenizers.AddedToken("</tool_call>", special=False)])
+    library.save(str(tmp_path / "tokenizer.json"))
+    turn = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</tool_call>{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+    settings = {"eos_token": special[1]}
+    settings["chat_template"] = "{% for m in messages %}<|im_start|>{{ m.role }}\n" + turn + "<|im_end|>\n{% endfor %}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    cfg = SimpleNamespace(
+        data=DataConfig(kind="chat", tokenizer=str(tmp_path), seq_len=256),
+        model=SimpleNamespace(path=None, vocab_size=None, revision=None),
+    )
+    render = make_renderer(cfg, Tokenizer.load(tmp_path))
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hello"}]
+    (document,) = render([({"messages": messages}, "here")])
+    assert document.targets[document.loss_weights > 0][-1] == library.token_to_id("<|im_end|>")

@@ -2,8 +2,7 @@
 
 `sources` finds documents, `render` turns them into tokens, targets and loss weights, `pipeline` packs them into rows
 lane by lane, `batch` puts rows on devices. This file holds only the two config sections, so that reading a config
-imports no tokenizer and no data library; the rest is reached on first use. Kinds other than text (chat, prompt, tokens)
-and formats other than plain text and JSON lines are not here yet.
+imports no tokenizer and no data library; the rest is reached on first use.
 """
 
 import importlib

@@ -125,6 +125,17 @@ def _mesh(mesh):
     return mesh
 
 
+def _check_ids(documents, vocab_size):
+    """UserError when documents of token ids hold one that the model has no embedding for."""
+    if vocab_size is not None and documents is not None and documents.largest_token is not None:
+        largest, where = documents.largest_token
+        if largest >= vocab_size:
+            raise UserError(
+                f"{documents.key}: {where} holds token id {largest}, but the embedding has model.vocab_size = {vocab_size} "
+                "rows; were these ids made with another tokenizer?"
+            )
+
+
 class Training:
     """What a config trains on, without devices: documents and held_out, tokenizer, render, and `source`, which a
     Pipeline reads. summary, fingerprint: str; where documents are rendered to be counted, this takes as long, and with
@@ -133,10 +144,14 @@ class Training:
     def __init__(self, cfg):
         data = cfg.data
         self.documents, self.held_out = open_documents(data, cfg.evaluation)
+        for documents in (self.documents, self.held_out):
+            _check_ids(documents, cfg.model.vocab_size)
         self.tokenizer = load_tokenizer(cfg, self.documents)
         self.render = make_renderer(cfg, self.tokenizer)
+        # with weights the order depends on where one source ends and the next begins
+        borders = str([count for _, _, count in self.documents.sources]) if data.weights else ""
         self.fingerprint = hashlib.blake2b(
-            (self.documents.fingerprint + self.render.fingerprint).encode(), digest_size=16
+            (self.documents.fingerprint + self.render.fingerprint + borders).encode(), digest_size=16
         ).hexdigest()
         self.source, self._close, totals = Rendering(self.documents, self.render), lambda: None, None
         if data.cache:
@@ -149,6 +164,11 @@ class Training:
             self.summary = self.documents.summary()
             if totals is None and data.kind in ("chat", "prompt"):
                 totals = cache.on_first_process(lambda: summary.count_all(self.source))
+            if totals is not None and not any(totals.lengths):
+                raise UserError(
+                    f"data.path: no document is left to train on ({self.documents.summary()}; "
+                    f"{', '.join(f'{number} {what}' for what, number in self.render.left_out.items())})"
+                )
             if jax.process_index() == 0:
                 self.summary += "\n" + summary.describe(data, cfg.seed, self.documents, self.source, totals)
         except BaseException:

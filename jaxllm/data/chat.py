@@ -259,6 +259,9 @@ class ChatRenderer(_ConversationRenderer):
             for number, token in added.items()
             if token.special or token.content in template.source
         }
+        # What may end a turn: a token that is called special. (A `</tool_call>` of the template's ends no turn.)
+        self.special = {token.content for token in added.values() if token.special} | {template.names.get("eos_token")}
+        self._places = {name: place for place, name in enumerate(sorted(self.control_ids))}
         self.controls = control_pattern(self.control_ids)
         self._hints = sorted({text[:2] for text in self.control_ids})
         self.fingerprint = self._fingerprint(
@@ -326,10 +329,11 @@ class ChatRenderer(_ConversationRenderer):
                 f"the generation tags of the chat template {self.template.where} enclose {len(tagged)} parts, but there "
                 f"are {len(turns)} assistant turns"
             )
-        ends, closing, spans = {end for _, end in conversation.controls}, None, []
+        controls, spans = {end: conversation.text[begin:end] for begin, end in conversation.controls}, []
+        closing = self._closing(messages, tools, turns[-1]) if turns else None
         for begin, end in tagged:
-            if begin + len(conversation.text[begin:end].rstrip()) not in ends:
-                closing = closing or self._closing(messages, tools, turns[-1])
+            last = controls.get(begin + len(conversation.text[begin:end].rstrip()))
+            if last is None or last not in (closing, self.template.names.get("eos_token")):
                 end = self._end_token(conversation, end, closing)
             spans.append((begin, end))
         return spans
@@ -352,8 +356,8 @@ class ChatRenderer(_ConversationRenderer):
         answered = self._render_or_none(messages[: number + 1], tools)
         if answered is not None and text.startswith(answered):
             last = bisect.bisect_right(conversation.controls, (len(answered), len(answered))) - 1
-            stop = conversation.controls[last][1] if last >= 0 else 0
-            if stop <= (begin or 0) or text[stop : len(answered)].strip():
+            start, stop = conversation.controls[last] if last >= 0 else (0, 0)
+            if stop <= (begin or 0) or text[stop : len(answered)].strip() or text[start:stop] not in self.special:
                 raise BadRecord(self._lacking(NO_END))
             end = stop
         if begin is None or end is None:
@@ -371,7 +375,9 @@ class ChatRenderer(_ConversationRenderer):
     def _closing(self, messages, tools, number):
         """The special token that ends the turn of a message that is the last one, or None."""
         text = (self._render_or_none(messages[: number + 1], tools) or "").rstrip()
-        return next((control for control in self.control_ids if text.endswith(control)), None)
+        return next(
+            (control for control in self.control_ids if control in self.special and text.endswith(control)), None
+        )
 
     def _end_token(self, conversation, place, closing):
         """Where the end token that follows a turn's text ends."""
@@ -436,7 +442,7 @@ class ChatRenderer(_ConversationRenderer):
 
     def _rename(self, control):
         """As long as the control token itself, so that places in the text stay the same."""
-        return chr(RENAMED + self.control_ids[control]) * len(control)
+        return chr(RENAMED + self._places[control]) * len(control)
 
     def __getstate__(self):
         return {name: value for name, value in self.__dict__.items() if name not in ("_plain", "_renamed")}

@@ -364,7 +364,7 @@ class Documents:
         """Reads all ids of an array; its documents are its rows, the pieces between its end ids, or the whole of it."""
         ids = token_array(file.path)
         largest, ends, place = -1, [np.zeros(1, np.int64)], 0
-        content.update(f"{ids.dtype.str} {ids.row}".encode())
+        content.update(f"{ids.dtype.str} {ids.row} {ids.document_end}".encode())
         with open(file.path, "rb") as stream:
             stream.seek(ids.begin)
             while (

@@ -111,7 +111,7 @@ def _serve(process, payload, tasks, closed, counts):
                 else:
                     future.set_exception(error)
                 future = None
-    except (OSError, EOFError, pickle.UnpicklingError):
+    except BaseException:  # whatever ends this thread, nobody may wait for its answer
         process.kill()
         code = process.wait()
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
