@@ -567,3 +567,28 @@ def test_conversations_and_prompts_train_on_answers_alone(kind, config_file, cor
     trained = [t for t, w in zip(row["targets"], row["loss_mask"], strict=True) if w]
     assert pairs[0][1] in tokenizer.decode(trained) and "what" not in tokenizer.decode(trained)
     assert "60" in shown.stderr
+
+
+def test_a_document_that_goes_bad_in_mid_run_costs_no_step(config_file, corpus, tmp_path):
+    copy, output = tmp_path / "corpus", tmp_path / "run"
+    shutil.copytree(corpus, copy)
+    common = (f"data.path={copy}", "optimizer.schedule=constant", "checkpoint.every=0")
+    process = subprocess.Popen(
+        command(config_file, output, "steps=100000", *common),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(),
+    )
+    seen = ""
+    for line in process.stdout:
+        seen += line
+        if line.startswith("step 3/"):
+            shutil.rmtree(copy)
+            break
+    seen += process.stdout.read()
+    assert process.wait(timeout=120) == 2 and "has changed since the run began" in seen.splitlines()[-1], seen[-3000:]
+    (step,) = (int(p.name) for p in (output / "checkpoints").iterdir())
+    assert step >= 3 and step == max(metrics(output))
+    shutil.copytree(corpus, copy)
+    assert f"resuming from step {step}" in run(config_file, output, f"steps={step + 1}", *common)
