@@ -28,7 +28,7 @@ import pydantic
 
 from jaxllm.attention import AttentionConfig
 from jaxllm.checkpoint import CheckpointConfig
-from jaxllm.data import DataConfig, EvaluationConfig
+from jaxllm.data import DataConfig, EvaluationConfig, packing_of
 from jaxllm.hub import resolve_model_path
 from jaxllm.linear import PrecisionConfig
 from jaxllm.loss import LossConfig
@@ -284,13 +284,20 @@ def _conflicts(config: Config, num_devices: int | None) -> list[str]:
     rows = {f"mesh.{axis}": sizes[axis] for axis in BATCH if sizes[axis] != -1}
     microbatches = {"optimizer.num_microbatches": config.optimizer.num_microbatches}
     conflicts += _not_a_multiple("data.global_batch_size", config.data.global_batch_size, rows | microbatches)
-    if sizes["sequence"] > 0:
-        conflicts += _not_a_multiple("data.seq_len", config.data.seq_len, {"mesh.sequence": sizes["sequence"]})
     if num_devices is not None and config.data.seq_len > config.model.max_position_embeddings:
         conflicts.append(
             f"data.seq_len: {config.data.seq_len} tokens are more than model.max_position_embeddings = "
             f"{config.model.max_position_embeddings}, for which the model's positions are meant; shorten the rows, or "
             "raise model.max_position_embeddings together with scaled model.rope_parameters"
+        )
+    if config.attention.backend == "cudnn" and packing_of(config.data) != "none":
+        conflicts.append(
+            f'attention.backend: "cudnn" knows no packed rows, and data.packing is "{packing_of(config.data)}"; set '
+            'data.packing = "none", or choose another backend'
+        )
+    if config.attention.backend == "cudnn" and sizes["sequence"] > 1:
+        conflicts.append(
+            f'attention.backend: "cudnn" cannot split a row over mesh.sequence = {sizes["sequence"]}; choose another backend'
         )
     if config.data.packing == "first_fit" and config.data.kind in ("text", "tokens"):
         conflicts.append(
@@ -512,7 +519,7 @@ def _shown(value: Any) -> str:
 # Changing these leaves the maths alone: where things are, how the work is cut and spread, what is reported and kept.
 HARMLESS = (
     "output_dir", "steps", "mesh", "model.path", "model.revision", "model.remat", "data.path", "checkpoint", "logging",
-    "evaluation", "optimizer.num_microbatches", "optimizer.max_bad_steps", "attention.backend", "loss.chunk_size",
+    "evaluation", "optimizer.num_microbatches", "optimizer.max_bad_steps", "attention", "loss.chunk_size",
     "data.workers", "data.cache", "data.tokenizer",  # what the tokenizer holds is in the fingerprint of the data
 )  # fmt: skip
 # These change the course of the run and may be meant to: allowed, and shown first.

@@ -179,3 +179,56 @@ def _collective(kind, i, types, times, wrapped) -> Collective:
     largest = max(shapes, key=_size, default=("", ()))
     asynchronous = wrapped or (i.op.endswith("-start") and '"is_sync":true' not in i.rest)
     return Collective(kind, largest[0], sum(map(_size, shapes)), times, asynchronous, i.name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """One computation's collectives of one kind, in the order of its schedule."""
+
+    computation: str
+    between: list[set[str]]
+    """For each, what is scheduled between its start and its end: "kernel" (a custom call of ours, also inside a fusion), "product"."""
+    synchronous: int
+    kernels: int
+    branches: int
+    copies: list[str]
+    """Types of the arrays that the computation copies."""
+
+    @property
+    def hops(self) -> int:
+        return len(self.between)
+
+
+def schedules(text: str, kind: str) -> list[Schedule]:
+    """A Schedule for each computation of a compiled program that starts collectives of this kind."""
+    computations, _ = _parse(text)
+    ours = lambda i: i.op == "custom-call" and "__cublas" not in i.rest and "mosaic" in i.rest
+    inside = {name for name, instructions in computations.items() if any(map(ours, instructions))}
+    found = []
+    for name, instructions in computations.items():
+        running, between, kernels = {}, [], 0
+        for i in instructions:
+            callees = re.findall(r"calls=%?([\w.-]+)", i.rest)
+            what = "kernel" if ours(i) or inside & {*callees} else "product" if "__cublas" in i.rest else None
+            kernels += what == "kernel"
+            if i.op == f"{kind}-start":
+                running[i.name] = set()
+            elif i.op == f"{kind}-done":
+                between.append(running.pop(_operands(i, 1)[0]))
+            elif what:
+                for work in running.values():
+                    work.add(what)
+        if not between:
+            continue
+        starts = [i for i in instructions if i.op == f"{kind}-start"]
+        found.append(
+            Schedule(
+                computation=name,
+                between=between,
+                synchronous=sum('"is_sync":true' in i.rest for i in starts),
+                kernels=kernels,
+                branches=sum(i.op == "conditional" for i in instructions),
+                copies=[i.result for i in instructions if i.op in ("copy", "copy-start")],
+            )
+        )
+    return found

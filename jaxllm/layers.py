@@ -255,13 +255,13 @@ class Attention(nnx.Module):
         self.k_proj = linear(embed_dim, kv_heads, name="k_proj")
         self.v_proj = linear(embed_dim, kv_heads, name="v_proj")
         self.o_proj = linear(heads, embed_dim, name="o_proj")
-        self.config = attention_config
+        self.config, self.window = attention_config, config.sliding_window
 
-    def __call__(self, x, cos, sin, k_start, k_end):
-        """x [B, T, E], cos and sin [B, T, 1, D / 2], intervals i32[B, T] -> [B, T, E]."""
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+    def __call__(self, x, cos, sin, k_start, k_end, layout):
+        """x [B, T, E], cos and sin [B, T, 1, D / 2], intervals i32[B, T] of places laid out as `layout` -> [B, T, E]."""
+        q, k, v = rotate(self.q_proj(x), cos, sin), rotate(self.k_proj(x), cos, sin), self.v_proj(x)
         with jax.named_scope("attention"):
-            out = attention(rotate(q, cos, sin), rotate(k, cos, sin), v, k_start, k_end, self.config)
+            out = attention(q, k, v, k_start, k_end, self.config, layout=layout, window=self.window)
         return self.o_proj(out)
 
 

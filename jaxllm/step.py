@@ -54,7 +54,7 @@ def start(cfg: Config, abstract: TrainState, params: dict) -> TrainState:
 def _sums(graphdef, params, rows, cfg: Config):
     """(total, parts) of one microbatch, undivided; `total` is what is differentiated."""
     model = states.merge(graphdef, params)
-    hidden = model(rows.tokens, rows.positions, rows.k_start, rows.k_end)
+    hidden = model(rows.tokens, rows.positions, rows.k_start, rows.k_end, rows.layout, rows.row_length)
     with jax.named_scope("loss"):
         total, loss_sum, z_sum = cross_entropy(
             hidden,

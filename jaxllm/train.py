@@ -94,7 +94,7 @@ def train(cfg) -> int:
     """Runs the config to its last step (or a signal) and returns the exit code."""
     import jax
 
-    from jaxllm import checkpoint, config, sharding, step
+    from jaxllm import attention, checkpoint, config, sharding, step
     from jaxllm.data.batch import evaluation_sets, make_batches
     from jaxllm.metrics import Metrics, phase
 
@@ -127,6 +127,7 @@ def train(cfg) -> int:
         mesh = sharding.make_mesh(cfg.mesh)
         stack.enter_context(jax.set_mesh(mesh))
         print(f"mesh: {', '.join(f'{axis} {size}' for axis, size in mesh.shape.items())}", flush=True)
+        print(attention.describe(cfg.attention, cfg.model, cfg.precision.compute, cfg.data.seq_len), flush=True)
         graphdef, abstract = step.abstract_state(cfg)
         print(memory_estimate(abstract, device), flush=True)
 
@@ -187,11 +188,13 @@ class Run:
         from jaxllm.metrics import phase
 
         cfg = self.cfg
-        batch = abstract_batch(mesh, cfg.optimizer.num_microbatches, cfg.data.global_batch_size, cfg.data.seq_len)
+        batch = abstract_batch(
+            mesh, cfg.optimizer.num_microbatches, cfg.data.global_batch_size, cfg.data.seq_len, cfg.model.sliding_window
+        )
         with phase("compiling the training step"):
             self.train_step = step.make_train_step(self.graphdef, cfg).lower(self.state, batch).compile()
         if self.evaluation:
-            batch = abstract_batch(mesh, 1, cfg.evaluation.batch_size, cfg.data.seq_len)
+            batch = abstract_batch(mesh, 1, cfg.evaluation.batch_size, cfg.data.seq_len, cfg.model.sliding_window)
             with phase("compiling the evaluation step"):
                 self.eval_step = step.make_eval_step(self.graphdef, cfg).lower(self.state, batch).compile()
 

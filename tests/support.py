@@ -1,7 +1,12 @@
-"""What several test files share: a tiny config, meshes, batches of random tokens, and a tiny Hugging Face model as oracle."""
+"""What several test files share: a tiny config, meshes, batches of random tokens, processes that work together, and a tiny Hugging Face
+model as oracle."""
 
 import contextlib
 import os
+import pathlib
+import socket
+import subprocess
+import sys
 import tempfile
 
 import jax
@@ -10,6 +15,7 @@ import numpy as np
 from jaxllm import config, sharding
 from jaxllm.data.batch import to_device
 
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 VOCAB, T = 256, 64
 TINY = (
     "model.vocab_size=256", "model.hidden_size=64", "model.intermediate_size=96", "model.num_hidden_layers=2",
@@ -97,8 +103,36 @@ def native_stderr():
             lines += file.read().splitlines()
 
 
+@contextlib.contextmanager
+def together(code, count, *arguments):
+    """`count` Python processes, one emulated device each, that run `code` with sys.argv[1:] = [a free port for jax.distributed, the number
+    of the process, *arguments]. Those still there at the end of the `with` are killed."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    processes = []
+    try:
+        for number in range(count):
+            command = [sys.executable, "-c", code, str(port), str(number), *map(str, arguments)]
+            processes.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.communicate()
+
+
+def finish(processes, timeout=120):
+    """Waits for the processes of `together`, all of which must succeed."""
+    for process in processes:
+        _, errors = process.communicate(timeout=timeout)
+        assert process.returncode == 0, errors[-3000:]
+
+
 def hugging_face(seed=0, **options):
-    """A transformers Llama with random weights large enough that every term shows, in float32."""
+    """A transformers Llama (a Mistral, with sliding_window) with random weights large enough that every term shows, in float32."""
     import torch
     import transformers
 
@@ -107,7 +141,9 @@ def hugging_face(seed=0, **options):
         max_position_embeddings=256, attn_implementation="eager",
     )  # fmt: skip
     torch.manual_seed(seed)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **options})).eval()
+    kind = "Mistral" if "sliding_window" in options else "Llama"
+    settings = getattr(transformers, f"{kind}Config")(**{**sizes, **options})
+    model = getattr(transformers, f"{kind}ForCausalLM")(settings).eval()
     for parameter in model.parameters():
         matrix = parameter.ndim > 1
         torch.nn.init.normal_(parameter, mean=0.0 if matrix else 1.0, std=0.08 if matrix else 0.5)

@@ -5,12 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.attention import AttentionConfig
+from jaxllm.attention import AttentionConfig, choose_backend, choose_communication, one_document
 from jaxllm.attention import attention as attention_over_mesh
-from jaxllm_kernels import BACKENDS, attention, reference
-from support import error, mesh, mesh_name, rows
+from jaxllm.section import UserError
+from jaxllm_kernels import Plan, attention, attention_forward, reference, windowed
+from support import error, mesh, mesh_name, rows, tiny
 
 pytestmark = pytest.mark.version
+BACKENDS = ("xla",)  # that run here; kernels for GPUs are interpreted in files of their own
 
 
 def inputs(rng, B=2, length=96, H=4, K=2, D=16, dtype=np.float32, scale=1.0):
@@ -43,8 +45,9 @@ def oracle(q, k, v, k_start, k_end, weight):
 
 
 def run(backend, aligned, q, k, v, k_start, k_end, weight):
-    out, lse = jax.jit(lambda *a: BACKENDS[backend].forward(*a, aligned=aligned))(q, k, v, k_start, k_end)
-    total = lambda q, k, v: jnp.sum(attention(q, k, v, k_start, k_end, backend, aligned) * weight)
+    plan = Plan(backend, aligned=aligned)
+    out, lse = jax.jit(lambda *a: attention_forward(plan, *a))(q, k, v, k_start, k_end)
+    total = lambda q, k, v: jnp.sum(attention(q, k, v, k_start, k_end, backend=backend, aligned=aligned) * weight)
     return out, lse, *jax.jit(jax.grad(total, (0, 1, 2)))(q, k, v)
 
 
@@ -89,7 +92,12 @@ def test_what_stands_at_padding_places_has_no_influence(rng, backend):
     for filler in (0.0, np.nan, 1e30):
         filled = [np.where(padding[..., None, None], np.float32(filler), x) for x in (q, k, v)]
         out, _, *grads = run(backend, True, *filled, k_start, k_end, weight)
-        results.append([np.asarray(x)[~padding] for x in (attention(*filled, k_start, k_end, backend, True), *grads)])
+        results.append(
+            [
+                np.asarray(x)[~padding]
+                for x in (attention(*filled, k_start, k_end, backend=backend, aligned=True), *grads)
+            ]
+        )
     for other in results[1:]:
         assert all(np.array_equal(a, b) for a, b in zip(results[0], other, strict=True))
 
@@ -120,8 +128,10 @@ def test_bfloat16_stays_within_twice_the_error_of_the_reference_in_bfloat16(rng,
     half = tuple(x.astype(jnp.bfloat16) if x.dtype == np.float32 else x for x in given)
     total = lambda q, k, v: jnp.sum(reference.attention(q, k, v, *given[3:5])[0].astype(jnp.float32) * given[5])
     same_dtype = (reference.attention(*half[:5])[0], *jax.grad(total, (0, 1, 2))(*half[:3]))
-    total = lambda q, k, v: jnp.sum(attention(q, k, v, *given[3:5], backend, True).astype(jnp.float32) * given[5])
-    got = (attention(*half[:5], backend, True), *jax.grad(total, (0, 1, 2))(*half[:3]))
+    total = lambda q, k, v: jnp.sum(
+        attention(q, k, v, *given[3:5], backend=backend, aligned=True).astype(jnp.float32) * given[5]
+    )
+    got = (attention(*half[:5], backend=backend, aligned=True), *jax.grad(total, (0, 1, 2))(*half[:3]))
     want = oracle(*(np.asarray(x, np.float32) if x.ndim == 4 else x for x in half[:5]), given[5])
     for name, ours, theirs, exact in zip(("out", "dq", "dk", "dv"), got, same_dtype, (want[0], *want[2:]), strict=True):
         bound = max(error(np.asarray(theirs, np.float32), exact), 2**-9)  # one rounding to bfloat16 is always allowed
@@ -130,7 +140,7 @@ def test_bfloat16_stays_within_twice_the_error_of_the_reference_in_bfloat16(rng,
 
 def test_nothing_of_size_queries_times_keys_is_made(rng):
     q, k, v, k_start, k_end, weight = inputs(rng, B=1, length=1024, H=2, K=1)
-    total = lambda q, k, v: jnp.sum(attention(q, k, v, k_start, k_end, "xla", True) * weight)
+    total = lambda q, k, v: jnp.sum(attention(q, k, v, k_start, k_end, aligned=True) * weight)
     text = str(jax.make_jaxpr(jax.grad(total, (0, 1, 2)))(q, k, v))
     assert "1024,1024]" not in text and "2048,1024]" not in text
 
@@ -148,3 +158,66 @@ def test_attention_does_not_depend_on_the_mesh(rng, sizes):
     want = oracle(q, k, v, k_start, k_end, weight)
     for ours, exact in zip(got[1], want[2:], strict=True):
         assert error(ours, exact) < 2e-6
+
+
+# --- choosing --------------------------------------------------------------------------------------------------------
+
+H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
+
+
+def test_auto_takes_the_backend_that_fits_the_device_the_dtype_and_the_head_dim(monkeypatch):
+    choose = lambda *args: choose_backend(AttentionConfig(), *args)
+    assert choose(H100, "bfloat16", 128) == choose("NVIDIA H200", "bfloat16", 80) == "hopper"
+    assert choose(H100, "float32", 128) == choose("cpu", "bfloat16", 128) == choose(H100, "bfloat16", 512) == "xla"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert choose(A100, "bfloat16", 128) == "xla"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert choose(A100, "bfloat16", 128) == "triton"
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "dtype", "head_dim", "said"),
+    [
+        ("hopper", "cpu", "bfloat16", 128, "for NVIDIA's Hopper GPUs.*'cpu'"),
+        ("hopper", A100, "bfloat16", 128, "Hopper.*A100"),
+        ("hopper", H100, "float32", 128, "precision.compute is float32"),
+        ("hopper", H100, "bfloat16", 320, "up to 256.*320"),
+        ("triton", "cpu", "bfloat16", 128, "NVIDIA.*'cpu'"),
+        ("cudnn", "cpu", "bfloat16", 128, "NVIDIA.*'cpu'"),
+    ],
+)
+def test_a_backend_that_does_not_fit_is_refused_with_the_reason(backend, device, dtype, head_dim, said):
+    with pytest.raises(UserError, match=rf"attention.backend: '{backend}' does not fit: .*{said}"):
+        choose_backend(AttentionConfig(backend=backend), device, dtype, head_dim)
+
+
+def test_ring_or_allgather_by_the_inequality():
+    """The thresholds of the H100 inside a node are those of the design's table for Llama-8B heads, scaled to 60% of its peak."""
+    choose = lambda length, shards=8, heads=(32, 8): choose_communication(
+        AttentionConfig(), shards, length, *heads, H100
+    )
+    needed = 2 * 8 * 0.6 * 989.4e12 / (32 * 0.8 * 450e9)
+    assert choose(int(needed) - 1)[0] == "allgather" and choose(int(needed) + 1)[0] == "ring"
+    assert 800 < needed < 850
+    assert choose(4096, heads=(32, 32))[0] == "ring" and choose(2048, heads=(32, 32))[0] == "allgather"
+    name, why = choose(4096, shards=16)
+    assert name == "allgather" and "between nodes" in why and "40 GB/s" in why
+    forced = AttentionConfig(communication="ring")
+    assert choose_communication(forced, 8, 2, 32, 8, "cpu") == ("ring", "attention.communication asks for it")
+
+
+def test_rows_of_one_document_for_cudnn(rng):
+    """Its mask, tried with the XLA implementation of the same function; rows it cannot express come out as NaN, never wrong."""
+    q, k, v, *_ = inputs(rng)
+    real = np.arange(96) < np.array([[96], [70]])
+    k_end = np.where(real, np.arange(96) + 1, 0).astype(np.int32)
+    for window in (None, 9):
+        k_start = np.asarray(windowed(np.zeros_like(k_end), k_end, window))
+        got = one_document(q, k, v, k_start, k_end, window=window, implementation="xla")
+        assert error(got, oracle(q, k, v, k_start, k_end, q)[0]) < 2e-6
+    packed = np.where(real, 5, 0).astype(np.int32) * (np.arange(96) >= 5)
+    assert np.isnan(one_document(q, k, v, packed, k_end, window=None, implementation="xla")).all()
+    with pytest.raises(UserError, match=r'attention.backend: "cudnn" knows no packed rows'):
+        tiny("attention.backend=cudnn")
+    with pytest.raises(UserError, match=r"cannot split a row over mesh.sequence = 2"):
+        tiny("attention.backend=cudnn", "data.packing=none", "mesh.sequence=2")

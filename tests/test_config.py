@@ -12,6 +12,7 @@ import pytest
 
 from jaxllm import config as config_module
 from jaxllm.config import Config, check, describe, differences, dump, json_schema, load_config, resolve_model_path
+from jaxllm.data import DataConfig
 from jaxllm.section import UserError
 
 LLAMA = {
@@ -193,6 +194,53 @@ def test_evaluation_batches_must_divide_too_when_there_is_an_evaluation():
     asked = ["mesh.data=4", "evaluation.holdout=0.1", "evaluation.batch_size=6"]
     load_config(None, *asked)
     assert "evaluation.batch_size: 6" in refusal(*asked, "evaluation.every=10")
+
+
+# A value other than the usual one of every setting of [data], and the kinds that it is for; other kinds refuse it.
+ALL = ("text", "chat", "prompt", "tokens")
+WHOLE = ("chat", "prompt")
+FOR_KINDS = {
+    "kind": ("text", ALL), "path": ("x", ALL), "exclude": (["x"], ALL), "seq_len": (64, ALL), "workers": (1, ALL),
+    "global_batch_size": (16, ALL), "shuffle": (False, ALL), "repeat": (False, ALL), "epochs": (2, ALL),
+    "cache": ("x", ALL), "on_bad": ("skip", ALL), "tokenizer": ("x", ALL), "packing": ("none", ALL),
+    "weights": ([0.5, 0.5], ALL), "text_field": ("body", ["text"]), "messages_field": ("turns", ["chat"]),
+    "prompt_field": ("question", ["prompt"]), "completion_field": ("answer", ["prompt"]),
+    "train_on": (["assistant"], WHOLE), "chat_template": ("x.jinja", ["chat"]), "on_long": ("skip", WHOLE),
+    "add_bos": (False, ["text", *WHOLE]), "add_eos": (True, ["text", "prompt"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_every_setting_of_the_data_is_read_by_its_kinds_and_refused_by_the_others(kind):
+    assert FOR_KINDS.keys() == DataConfig.model_fields.keys()
+    for name, (value, kinds) in FOR_KINDS.items():
+        if name == "kind":
+            continue
+        overrides = [f"data.kind={kind}", f"data.{name}={json.dumps(value)}"] + ["data.path=['a', 'b']"] * (
+            name == "weights"
+        )
+        if kind in kinds:
+            assert getattr(load_config(None, *overrides).data, name) == value
+        else:
+            message = refusal(*overrides)
+            assert message.startswith(f"data.{name} = {json.dumps(value)} would be ignored: it is for data.kind = "), (
+                message
+            )
+            assert all(f'"{reader}"' in message for reader in kinds) and f'here it is "{kind}"' in message
+    # what such a config is saved as can be read again
+    config = load_config(None, f"data.kind={kind}")
+    assert config_module.Config.model_validate(tomllib.loads(dump(config))) == config
+
+
+def test_all_settings_that_a_kind_ignores_are_named_at_once_and_values_of_other_kinds_are_refused():
+    message = refusal("data.kind=tokens", "data.add_eos=false", "data.text_field=body", "data.on_long=skip")
+    assert message.startswith("3 problems") and message.count("would be ignored") == 3
+    assert "data.tokenizer = " in refusal("data.kind=tokens", "data.tokenizer=bpe:4096")
+    for kind in ("text", "tokens"):
+        assert '"first_fit" splits nothing' in refusal(f"data.kind={kind}", "data.packing=first_fit")
+    for kind in WHOLE:
+        load_config(None, f"data.kind={kind}", "data.packing=first_fit")
+        assert '"concatenate" would split' in refusal(f"data.kind={kind}", "data.packing=concatenate")
 
 
 def test_warmup_longer_than_the_run_is_refused():

@@ -5,6 +5,7 @@ from; files, tokenizers and batches are tested on small real ones. No model is b
 """
 
 import collections
+import contextlib
 import json
 import os
 import pathlib
@@ -23,12 +24,14 @@ from hypothesis import strategies as st
 
 import jaxllm.data.render as render_module
 from jaxllm.data import DataConfig, EvaluationConfig, make_batches, make_eval_batches
-from jaxllm.data.batch import Batch, local_lanes, to_device
+from jaxllm.data import __main__ as command
+from jaxllm.data.batch import Batch, Training, evaluation_sets, local_lanes, to_device
 from jaxllm.data.pipeline import Pipeline, empty_rows
 from jaxllm.data.render import Rendered, TextRenderer, Tokenizer, load_tokenizer, train_tokenizer
 from jaxllm.data.sources import Documents, open_documents
 from jaxllm.section import UserError
 from jaxllm.sharding import MeshConfig, make_mesh
+from jaxllm_kernels import token_order
 
 ROOT = pathlib.Path(__file__).parents[1]
 few = settings(max_examples=25, deadline=None)
@@ -453,7 +456,7 @@ def stdlib(tmp_path_factory):
 
 
 def config(folder, data, evaluation=None, vocab_size=None, num_microbatches=1, seed=0):
-    model = SimpleNamespace(path=None, vocab_size=vocab_size)
+    model = SimpleNamespace(path=None, vocab_size=vocab_size, sliding_window=None)
     optimizer = SimpleNamespace(num_microbatches=num_microbatches)
     evaluation = evaluation or EvaluationConfig()
     return SimpleNamespace(
@@ -590,6 +593,12 @@ def mesh_of(sizes):
     return make_mesh(MeshConfig(**sizes), jax.devices()[: int(np.prod(list(sizes.values())))])
 
 
+def row_order(array, batch):
+    """[N, M, T] of a batch with its places in the order of the row, without those that complete it for the devices."""
+    order = token_order(batch.layout, array.sharding.mesh.shape["sequence"], array.shape[-1])
+    return np.asarray(array)[..., np.argsort(order)][..., : batch.row_length]
+
+
 @pytest.mark.parametrize("sizes", MESHES[1:], ids=str)
 def test_row_r_lands_in_its_microbatch_whatever_the_mesh(sizes):
     rows = {
@@ -602,17 +611,20 @@ def test_row_r_lands_in_its_microbatch_whatever_the_mesh(sizes):
     for name, values in rows.items():
         array = getattr(batch, name)
         assert array.shape == (2, 4, 32) and array.dtype == values.dtype and array.sharding.mesh == mesh
-        assert np.array_equal(np.asarray(array), values.reshape(2, 4, 32))
+        assert np.array_equal(row_order(array, batch), values.reshape(2, 4, 32))
     assert len(jax.tree.leaves(batch)) == 7 and isinstance(jax.tree.map(lambda x: x, batch), Batch)
 
 
-def test_rows_and_places_that_do_not_divide_over_the_mesh_are_refused():
+def test_rows_that_do_not_divide_over_the_mesh_are_refused_and_places_are_completed_with_padding():
     with pytest.raises(UserError, match=r"data\.global_batch_size: 6 rows .*num_microbatches = 4 times 1 shares"):
         local_lanes(mesh_of({"data": 1}), 6, 4)
     with pytest.raises(UserError, match=r"data\.global_batch_size: 8 rows .*num_microbatches = 2 times 8 shares"):
         to_device(empty_rows(8, 32), 2, mesh_of({"data": 8}))
-    with pytest.raises(UserError, match=r"data\.seq_len: 33 .* mesh\.sequence = 2"):
-        to_device(empty_rows(8, 33), 2, mesh_of({"data": 1, "sequence": 2}))
+    rows = {name: values + 1 for name, values in empty_rows(8, 33).items()}
+    batch = to_device(rows, 2, mesh_of({"data": 1, "sequence": 2}))
+    for array in jax.tree.leaves(batch):
+        assert (row_order(array, batch) == 1).all() and row_order(array, batch).shape == (2, 4, 33)
+        assert array.shape[-1] > 33 and np.asarray(array).sum() == 8 * 33
 
 
 def test_batches_go_on_from_their_cursors_on_another_mesh_with_other_microbatches(corpus):
@@ -629,7 +641,7 @@ def test_batches_go_on_from_their_cursors_on_another_mesh_with_other_microbatche
         got = next(resumed)
         assert got.tokens.shape == (4, 2, 32)
         for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
-            assert np.array_equal(np.asarray(a).reshape(8, 32), np.asarray(b).reshape(8, 32))
+            assert np.array_equal(row_order(a, want).reshape(8, 32), row_order(b, got).reshape(8, 32))
     resumed.close()
     with pytest.raises(UserError, match=r"data\.global_batch_size: the position .* has 6 rows, the config 8"):
         make_batches(corpus, mesh_of({"data": 1}), cursors=cursors[:6])
@@ -692,6 +704,160 @@ def test_evaluation_has_every_held_out_token_once_in_one_shape_whatever_the_batc
     assert len(list(make_eval_batches(corpus, mesh_of({"data": 2})))) == 3
 
 
+def test_evaluation_reads_every_token_once_also_where_training_draws_from_sources_by_weights(corpus, tmp_path):
+    evaluated = lines(tmp_path / "e.jsonl", *({"text": f"row {n:03d}"} for n in range(9)))
+    corpus.data = corpus.data.model_copy(update={"path": [corpus.data.path, evaluated], "weights": [0.7, 0.3]})
+    corpus.evaluation = EvaluationConfig(path=[evaluated, corpus.data.path[0]], batch_size=2)
+    got = list(make_eval_batches(corpus, mesh_of({"data": 1})))
+    held = [*Documents(corpus.evaluation.path)]
+    want = TextRenderer(load_tokenizer(corpus), corpus.data)(held)
+    tokens = np.concatenate([np.asarray(batch.tokens)[np.asarray(batch.segment_ids) > 0] for batch in got])
+    assert np.array_equal(tokens, np.concatenate([document.tokens for document in want]))
+
+
+@pytest.fixture
+def chats(corpus, tmp_path, small):
+    """A config over 20 conversations, of which the last is cut at 64 tokens, and a function that writes a set."""
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}")
+
+    def write(name, *answers):
+        return lines(
+            tmp_path / f"{name}.jsonl",
+            *(
+                {"messages": [{"role": "user", "content": "q"}, {"role": role, "content": content}]}
+                for role, content in answers
+            ),
+        )
+
+    path = write("c", *[("assistant", f"answer {n}") for n in range(19)], ("assistant", "long " * 40))
+    corpus.data = DataConfig(kind="chat", path=path, tokenizer=str(small), seq_len=64, global_batch_size=8,
+                             chat_template=str(tmp_path / "t.jinja"), on_long="truncate", shuffle=False)  # fmt: skip
+    corpus.evaluation = EvaluationConfig()
+    return corpus, write
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_conversations_of_evaluation_sets_are_rendered_and_counted_before_training(chats, tmp_path, cached):
+    cfg, write = chats
+    good = write("good", ("assistant", "fine"), ("assistant", "much too long " * 40), ("assistant", "also " * 40))
+    bad = write("bad", ("assistant", "fine"), ("user", "nobody answers"))
+    cfg.data = cfg.data.model_copy(update={"cache": str(tmp_path / "cache") if cached else None})
+    cfg.evaluation = EvaluationConfig(every=1, path=good, sets={"odd": bad}, batch_size=2)
+    one = mesh_of({"data": 1})
+    with contextlib.closing(make_batches(cfg, one)) as batches:
+        assert "cut at data.seq_len: 1, 5.00% of the documents" in batches.summary and "c.jsonl:20: " in batches.summary
+        with pytest.raises(UserError, match=r"^evaluation\.sets\.odd: .*bad\.jsonl:2: no message of a role that"):
+            evaluation_sets(cfg, batches, one)
+    cfg.data = cfg.data.model_copy(update={"on_bad": "skip"})
+    with contextlib.closing(make_batches(cfg, one)) as batches:
+        sets = evaluation_sets(cfg, batches, one)
+        assert "cut at data.seq_len: 2, 66.67% of the documents, and " in sets[""].summary
+        assert f"(first: {good}:2: " in sets[""].summary and "left out as skipped" not in sets[""].summary
+        assert f"left out as skipped: 1, 50.00% of the documents (first: {bad}:2: " in sets["odd"].summary
+        cfg.evaluation = EvaluationConfig(every=1, sets={"none": write("none", ("user", "x"), ("user", "y"))})
+        with pytest.raises(
+            UserError, match=r"^evaluation\.sets\.none: no document is left to evaluate on .*; 2 skipped"
+        ):
+            evaluation_sets(cfg, batches, one)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_run_of_which_every_document_is_left_out_is_refused(chats, workers):
+    cfg, write = chats
+    path = write("long", *[("assistant", "much too long " * 40)] * 9)
+    cfg.data = cfg.data.model_copy(update={"path": path, "on_long": "skip", "workers": workers})
+    with pytest.raises(
+        UserError, match=r"^data\.path: no document is left to train on .*; 9 longer than data\.seq_len"
+    ):
+        make_batches(cfg, mesh_of({"data": 1}))
+
+
+def token_file(path, *documents):
+    return lines(path, *({"tokens": ids} for ids in documents))
+
+
+def test_token_ids_beyond_the_embedding_are_refused_in_training_and_in_every_evaluation(tmp_path):
+    good, bad = token_file(tmp_path / "a.jsonl", [5, 299]), token_file(tmp_path / "b.jsonl", [5], [300, 7])
+    one = mesh_of({"data": 1})
+    data = DataConfig(kind="tokens", path=bad, seq_len=8, global_batch_size=1)
+    with pytest.raises(UserError, match=r"^data\.path: .*b\.jsonl:2 holds token id 300, but .* = 300 rows"):
+        make_batches(config(tmp_path, data, vocab_size=300), one)
+    data = data.model_copy(update={"path": good})
+    for key, evaluation in (
+        ("evaluation.path", EvaluationConfig(every=1, path=bad, batch_size=1)),
+        ("evaluation.sets.b", EvaluationConfig(every=1, path=good, sets={"a": good, "b": bad}, batch_size=1)),
+    ):
+        cfg = config(tmp_path, data, evaluation, vocab_size=300)
+        with (
+            contextlib.closing(make_batches(cfg, one)) as batches,
+            pytest.raises(UserError, match=rf"^{key}: .*b\.jsonl:2 holds token id 300"),
+        ):
+            evaluation_sets(cfg, batches, one)
+        cfg.model.vocab_size = 301
+        with contextlib.closing(make_batches(cfg, one)) as batches:
+            assert all(len(list(held)) for held in evaluation_sets(cfg, batches, one).values())
+
+
+def test_the_fingerprint_of_a_run_covers_its_renderer_and_with_weights_where_sources_meet(tmp_path, small):
+    def fingerprint(**options):
+        data = DataConfig(**{"path": str(tmp_path / "*.jsonl"), "tokenizer": str(small), **options})
+        return Training(config(tmp_path, data)).fingerprint
+
+    for name, count in (("a", 4), ("b", 3), ("c", 3)):
+        lines(tmp_path / f"{name}.jsonl", *({"text": f"{name} {n}"} for n in range(count)))
+    assert fingerprint() != fingerprint(add_eos=False)
+    one, two = ([str(tmp_path / pattern) for pattern in patterns] for patterns in (["a*", "[bc]*"], ["[ab]*", "c*"]))
+    assert fingerprint(path=one) == fingerprint(path=two) == fingerprint()  # the same documents in the same order
+    assert fingerprint(path=one, weights=[1.0, 1.0]) != fingerprint(path=two, weights=[1.0, 1.0])
+
+
+def test_the_fingerprint_of_a_token_array_covers_the_id_that_ends_its_documents(tmp_path):
+    def fingerprint(end):
+        np.save(tmp_path / "x.npy", np.array([7, 1, 8, 2, 9], np.int32))
+        (tmp_path / "x.npy.json").write_text(json.dumps({"document_end": end}))
+        documents = Documents(str(tmp_path / "x.npy"), kind="tokens")
+        assert len(documents) == 2
+        return documents.fingerprint
+
+    assert fingerprint(1) == fingerprint(1) != fingerprint(2)
+
+
+def test_the_command_shows_the_rows_of_fewer_documents_than_a_batch_and_says_when_training_would_refuse(
+    tmp_path, small, capsys
+):
+    path = lines(tmp_path / "three.jsonl", *({"text": f"row {n}"} for n in range(3)))
+    (tmp_path / "c.toml").write_text(
+        f'[data]\npath = "{path}"\ntokenizer = "{small}"\nseq_len = 16\nglobal_batch_size = 8\nshuffle = false\n'
+    )
+    for rows, overrides, count, told in (
+        ("all", [], 3, False), ("8", ["data.repeat=false"], 3, True), ("all", ["data.epochs=2"], 3, True),
+        ("8", ["data.epochs=2"], 6, True), ("2", ["data.repeat=false"], 2, True), ("9", [], 9, False),
+        ("all", ["data.epochs=3"], 3, False),
+    ):  # fmt: skip
+        assert (
+            command.main(["--config", str(tmp_path / "c.toml"), "--rows", rows, "data.packing=none", *overrides]) == 0
+        )
+        out, err = capsys.readouterr()
+        texts = [json.loads(line)["text"] for line in out.splitlines()]
+        assert texts == [f"<|bos|>row {n % 3}<|eos|>" for n in range(count)], (rows, overrides)
+        assert (
+            "training will refuse this: 3 documents cannot fill a batch of data.global_batch_size = 8" in err
+        ) == told
+        assert "3 records" in err
+
+
+def test_what_the_summary_says_of_a_source_that_was_rendered_whole_is_exact(tmp_path, small):
+    texts = ["a", "b " * 20, "\u00e9" * 18]  # bytes and tokens are in no fixed proportion
+    data = DataConfig(
+        path=lines(tmp_path / "s.jsonl", *({"text": text} for text in texts)), tokenizer=str(small), seq_len=25
+    )
+    training = Training(config(tmp_path, data))
+    lengths = [len(document.tokens) for document in training.render(texts)]
+    line = training.summary.splitlines()[-1]
+    assert line.startswith(f"3 documents, {sum(lengths)} tokens, the longest {max(lengths)}; ") and "about" not in line
+    assert f"; {sum(length > 25 for length in lengths)} are longer than a row of 25" in line
+
+
 def test_evaluation_without_documents_or_with_rows_that_do_not_divide_is_refused(corpus):
     with pytest.raises(UserError, match=r"evaluation\.batch_size: 8 rows do not divide over 3"):
         make_eval_batches(corpus, mesh_of({"data": 3}))
@@ -710,14 +876,14 @@ jax.distributed.initialize(f"localhost:{port}", 2, process)
 from jaxllm.data import DataConfig, EvaluationConfig, make_batches
 from jaxllm.sharding import MeshConfig, make_mesh
 data = DataConfig(path=folder + "/d.jsonl", tokenizer="bpe:300", seq_len=32, global_batch_size=8, repeat=False)
-cfg = N(data=data, evaluation=EvaluationConfig(holdout=0.2), model=N(path=None, vocab_size=None), seed=0,
+cfg = N(data=data, evaluation=EvaluationConfig(holdout=0.2), model=N(path=None, vocab_size=None, sliding_window=None), seed=0,
         optimizer=N(num_microbatches=2), output_dir=folder + "/two")
 batches = make_batches(cfg, make_mesh(MeshConfig(data=1, sequence=4) if axis == "sequence" else MeshConfig(data=4)))
 shards, cursors = [], []
 for batch in batches:
     shards.append({str(s.index): np.asarray(s.data) for s in batch.tokens.addressable_shards})
     cursors.append(batches.cursors)
-np.savez(f"{folder}/out{process}.npz", cursors=np.array(cursors), lanes=batches._pipeline.lanes,
+np.savez(f"{folder}/out{process}.npz", cursors=np.array(cursors), lanes=batches._pipeline.lanes, layout=batch.layout,
          **{f"{step}|{key}": value for step, shard in enumerate(shards) for key, value in shard.items()})
 jax.distributed.shutdown()
 """
@@ -751,9 +917,10 @@ def test_two_processes_see_the_rows_of_one_and_end_together(corpus, tmp_path, ax
         out = np.load(tmp_path / f"out{number}.npz")
         assert np.array_equal(out["cursors"], [cursors for _, cursors in want])
         assert len(out["lanes"]) == (8 if axis == "sequence" else 4), "a row cut over both processes is packed by both"
-        for key in set(out.files) - {"cursors", "lanes"}:
+        order = token_order(str(out["layout"]), 4 if axis == "sequence" else 1, 32)
+        for key in set(out.files) - {"cursors", "lanes", "layout"}:
             step, index = key.split("|")
             index = eval(index, {"slice": slice})
-            assert np.array_equal(out[key], want[int(step)][0][index])
+            assert np.array_equal(out[key], want[int(step)][0][..., order][index])
             seen[int(step)][index] = True
     assert seen.all()

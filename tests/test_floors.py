@@ -25,6 +25,7 @@ FLOORS = [
         "data.render",
         "data.cache",
         "data.workers",
+        "data.workshop",
         "data.summary",
         "data.pipeline",
         "data.batch",

@@ -45,6 +45,7 @@ VARIANTS = {
     "mha": dict(num_key_value_heads=4),
     "mqa": dict(num_key_value_heads=1),
     "head_dim": dict(head_dim=32),
+    "mistral": dict(sliding_window=9),
     "biases": dict(attention_bias=True, mlp_bias=True),
     "tied": dict(tie_word_embeddings=True),
     "pad": dict(pad_token_id=7, tie_word_embeddings=True),
@@ -89,6 +90,32 @@ def test_logits_and_every_gradient_equal_those_of_transformers(pair):
     theirs = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
     want = ours(theirs, llama.hf_weights(cfg.model), params)
     assert worst({k: np.asarray(g) / count for k, g in grads.items()}, want)[0] < 1e-5
+
+
+def test_far_positions_on_a_ring_equal_transformers(tmp_path):
+    """Llama 3.1's rope at the last positions of its 131,072, over four devices in zigzag order: positions travel with their tokens."""
+    rope = LLAMA3 | dict(original_max_position_embeddings=8192)
+    model = hugging_face(rope_parameters=rope, max_position_embeddings=131072)
+    model.save_pretrained(tmp_path)
+    cfg = config.load_config(
+        None, f"model.path={tmp_path}", "precision.compute=float32", "loss.chunk_size=128", "data.seq_len=64",
+        "attention.communication=ring",
+    )  # fmt: skip
+    packed = rows(num_rows=4, documents=False)
+    packed["positions"] = packed["positions"] + (131072 - T)
+    device_mesh = mesh(sequence=4)
+    with jax.set_mesh(device_mesh):
+        graphdef, abstract = states.declare(cfg.model, cfg.precision, cfg.attention)
+        params = hf.load_params(tmp_path, llama.hf_weights(cfg.model), abstract)
+        batch = to_device(packed, 1, device_mesh)
+        grads, parts = jax.jit(lambda p, b: step.gradients(graphdef, p, b, cfg))(params, batch)
+    ids, places = (torch.tensor(packed[name].astype(np.int64)) for name in ("tokens", "positions"))
+    loss = model(ids, position_ids=places, labels=ids).loss
+    loss.backward()
+    count = packed["loss_weights"].sum()
+    assert abs(float(parts["loss_sum"]) / count / loss.item() - 1) < 1e-5
+    want = ours({name: p.grad.numpy() for name, p in model.named_parameters()}, llama.hf_weights(cfg.model), params)
+    assert worst({k: np.asarray(g) / count for k, g in grads.items()}, want)[0] < 2e-5
 
 
 def test_bfloat16_is_as_close_to_float32_as_transformers_own_bfloat16(pair):

@@ -13,6 +13,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from types import SimpleNamespace
 
@@ -22,18 +23,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxllm.config import load_config
 from jaxllm.data import DataConfig, EvaluationConfig, cache, summary
 from jaxllm.data import __main__ as command
+from jaxllm.data import workshop as workshops
 from jaxllm.data.batch import Training, evaluation_sets, make_batches, to_device
 from jaxllm.data.cache import build, find, key_of
-from jaxllm.data.pipeline import MIX_BLOCK, WINDOW, Pipeline, Rendering, order_of
+from jaxllm.data.pipeline import MIX_BLOCK, WINDOW, Pipeline, Rendering, empty_rows, order_of
 from jaxllm.data.render import Rendered, TextRenderer, Tokenizer, train_tokenizer
 from jaxllm.data.sources import Documents
 from jaxllm.data.workers import Workers
+from jaxllm.data.workshop import workshop
 from jaxllm.section import UserError
-from support import TINY, mesh, tiny
+from support import ROOT, TINY, finish, mesh, mesh_name, tiny, together
 
-ROOT = pathlib.Path(__file__).parents[1]
 few = settings(max_examples=40, deadline=None)
 
 
@@ -303,14 +306,12 @@ def config(corpus, tokenizer, output="unused", evaluation=None, **data):
     kind = data.get("kind", "text")
     path = str(corpus / ("pairs.jsonl" if kind == "prompt" else "text.jsonl"))
     data = {"path": path, "tokenizer": str(tokenizer), "seq_len": 64, "global_batch_size": 8, **data}
-    return SimpleNamespace(
-        data=DataConfig(**data), evaluation=evaluation or EvaluationConfig(), seed=4, output_dir=str(output),
-        model=SimpleNamespace(path=None, vocab_size=300), optimizer=SimpleNamespace(num_microbatches=1),
-    )  # fmt: skip
+    cfg = load_config(None, *TINY, "model.vocab_size=300", "seed=4", f"output_dir={output}")
+    return cfg.model_copy(update={"data": DataConfig(**data), "evaluation": evaluation or EvaluationConfig()})
 
 
 @pytest.mark.parametrize("kind, packing", [("text", "concatenate"), ("text", "none"), ("prompt", "first_fit")])
-def test_sixty_steps_killed_five_times_and_resumed_by_others_are_byte_identical(corpus, tokenizer, kind, packing):
+def test_sixty_steps_shared_out_anew_five_times_are_byte_identical(corpus, tokenizer, kind, packing):
     cfg = config(corpus, tokenizer, kind=kind, packing=packing)
     training = Training(cfg)
     straight = take(Pipeline(training.source, None, cfg.data, seed=cfg.seed), 60)
@@ -382,14 +383,12 @@ def test_workers_leave_ctrl_c_to_the_training_process(corpus, tokenizer):
 
 SCRIPT = """
 import sys, time, jax
-from types import SimpleNamespace as N
-from jaxllm.data import DataConfig, EvaluationConfig, make_batches
-from jaxllm.sharding import MeshConfig, make_mesh
+from jaxllm.config import load_config
+from jaxllm.data import make_batches
+from jaxllm.sharding import make_mesh
 jax.devices()
-data = DataConfig(path=PATH, tokenizer=TOKENIZER, seq_len=64, global_batch_size=8, workers=2)
-cfg = N(data=data, evaluation=EvaluationConfig(), model=N(path=None, vocab_size=None), seed=0,
-        optimizer=N(num_microbatches=1), output_dir="unused")
-batches = make_batches(cfg, make_mesh(MeshConfig()))
+cfg = load_config(None, f"data.path={PATH}", f"data.tokenizer={TOKENIZER}", "data.seq_len=64", "data.workers=2")
+batches = make_batches(cfg, make_mesh(cfg.mesh))
 next(batches)
 print("pids", *[process.pid for process in batches._training.source.processes], flush=True)
 time.sleep(60 if "wait" in sys.argv else 0)
@@ -431,6 +430,10 @@ def test_workers_start_without_a_main_guard_and_end_with_the_parent(corpus, toke
     assert not any(map(runs, pids))
 
 
+def token_caches(folder):
+    return [path for path in folder.iterdir() if path.is_dir()]
+
+
 @pytest.mark.parametrize("kind", ["text", "prompt"])
 def test_rows_from_the_cache_are_those_without_and_it_is_built_once(corpus, tokenizer, tmp_path, kind, monkeypatch):
     plain = Training(config(corpus, tokenizer, kind=kind))
@@ -443,10 +446,12 @@ def test_rows_from_the_cache_are_those_without_and_it_is_built_once(corpus, toke
         ):
             assert_same_rows(rows, got)
             assert np.array_equal(cursors, reached)
-    folders = [next((tmp_path / f"cache{workers}").iterdir()) for workers in (0, 2)]
+    folders = [folder for workers in (0, 2) for folder in token_caches(tmp_path / f"cache{workers}")]
+    assert len(folders) == 2
     for name in sorted(os.listdir(folders[0])):
         assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
     monkeypatch.setattr(cache, "build", None)
+    monkeypatch.setattr(Documents, "_read", None)
     assert Training(cfg).summary == training.summary
 
 
@@ -454,18 +459,18 @@ def test_a_cut_or_foreign_cache_is_told_left_alone_and_not_used(corpus, tokenize
     folder = tmp_path / "cache"
     cfg = config(corpus, tokenizer, cache=str(folder))
     want = take(Pipeline(Training(cfg).source, None, cfg.data), 5)
-    (first,) = folder.iterdir()
+    (first,) = token_caches(folder)
     for name in ("tokens.i32", "weights.bits", "lengths.i32", "last.i32", "cache.json"):
         whole_file = (first / name).read_bytes()
         (first / name).write_bytes(whole_file[:-3])
-        before = len(list(folder.iterdir()))
+        before = len(token_caches(folder))
         capsys.readouterr()
         training = Training(cfg)
         assert training.source.folder != first and "it is not used, and left as it is" in capsys.readouterr().err
         for (rows, _), (got, _) in zip(want, take(Pipeline(training.source, None, cfg.data), 5), strict=True):
             assert_same_rows(rows, got)
         assert (first / name).read_bytes() == whole_file[:-3]
-        assert len(list(folder.iterdir())) == (before + 1 if name == "tokens.i32" else before), "the second one serves"
+        assert len(token_caches(folder)) == (before + 1 if name == "tokens.i32" else before), "the second one serves"
         (first / name).write_bytes(whole_file)
     contents = json.loads((first / "cache.json").read_text())
     (first / "cache.json").write_text(json.dumps({**contents, "key": "0" * 32}))
@@ -492,6 +497,90 @@ def test_another_tokenizer_template_choice_or_content_has_another_cache(corpus, 
     assert len(keys) == 4
     same = variants[0].model_copy(update={"shuffle": False, "seq_len": 32, "global_batch_size": 2, "workers": 3})
     assert key_of(Documents(same.path), TextRenderer(Tokenizer.load(tokenizer), same), same) in keys
+
+
+BUILDER = """
+import json, os, pathlib, sys, time
+from jaxllm.data import cache
+from jaxllm.data.pipeline import Rendering
+from jaxllm.data.render import Rendered
+_, number, folder, *killed = sys.argv[1:]
+folder = pathlib.Path(folder)
+
+class Documents(list):
+    size = [10] * 200
+
+def render(records):
+    if killed:
+        (folder / f"ready{number}").touch()
+        time.sleep(100)
+    return [Rendered.all_trained(cache.np.arange(1, 4 + record % 5, dtype="i4")) for record in records]
+
+source = Rendering(Documents(range(200)), render)
+write = cache._write
+def ready(*arguments):  # so that all have finished before one may give its cache the name
+    write(*arguments)
+    (folder / f"ready{number}").touch()
+    while len(list(folder.glob("ready*"))) < 3:
+        time.sleep(0.005)
+if not killed:
+    cache._write = ready
+path = cache.build(folder / "cache", "k", source)
+(folder / f"out{number}.json").write_text(json.dumps(str(path)))
+"""
+
+
+def test_builders_of_one_cache_at_once_all_end_with_the_same_whole_one(tmp_path):
+    with together(BUILDER, 3, tmp_path) as processes:
+        finish(processes)
+    paths = {json.loads((tmp_path / f"out{number}.json").read_text()) for number in range(3)}
+    assert paths == {str(tmp_path / "cache" / "k")} and os.listdir(tmp_path / "cache") == ["k"]
+    found = find(tmp_path / "cache", "k", range(200))
+    assert [len(document.tokens) for document in found.rendered(range(200))] == [3 + n % 5 for n in range(200)]
+
+
+def test_what_a_killed_builder_leaves_is_removed_by_the_next_but_no_other_workshop(tmp_path, capsys):
+    folder, documents = tmp_path / "cache", Numbered([4, 5, 6])
+    with together(BUILDER, 2, tmp_path, "killed") as (killed, working):
+        while not (tmp_path / "ready0").exists() or not (tmp_path / "ready1").exists():
+            assert killed.poll() is None and working.poll() is None, killed.stderr.read()
+            time.sleep(0.01)
+        before = set(os.listdir(folder))
+        assert len(before) == 2
+        killed.kill()
+        killed.wait()
+        (folder / ".building-0ther123-x").mkdir()
+        build(folder, "a", Rendering(documents, documents.render))
+        assert len(before & set(os.listdir(folder))) == 1 and (folder / ".building-0ther123-x").exists()
+        assert "cache/.building-0ther123-x is being built by another machine, or was left" in capsys.readouterr().err
+    build(folder, "b", Rendering(documents, documents.render))
+    assert sorted(os.listdir(folder)) == [".building-0ther123-x", "a", "b"]
+
+
+@pytest.mark.parametrize("when", ["before the lock", "after it is made"])
+def test_a_workshop_that_is_swept_before_it_is_locked_is_made_again(tmp_path, monkeypatch, when):
+    made, opened, swept = tempfile.mkdtemp, open, []
+
+    def sweep_after(action):
+        def acts(*arguments, **options):
+            result = action(*arguments, **options)
+            if len(swept) < 2:
+                swept.append(result)
+                workshops._sweep(tmp_path, workshops._machine(), print)
+            return result
+
+        return acts
+
+    with monkeypatch.context() as patch:
+        if when == "after it is made":
+            patch.setattr(tempfile, "mkdtemp", sweep_after(made))
+        else:
+            patch.setattr(workshops, "open", sweep_after(opened), raising=False)
+        with workshop(tmp_path) as place:
+            assert swept and (place / "builder").exists()
+            workshops._sweep(tmp_path, workshops._machine(), print)
+            assert place.is_dir(), "one at work is left alone"
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_cache_that_cannot_be_finished_leaves_nothing_behind(tmp_path):
@@ -547,7 +636,7 @@ def test_named_sets_are_evaluated_each_on_its_own_files(corpus, tokenizer, tmp_p
         text = batches.tokenizer.decode(tokens, skip_special_tokens=True)
         assert text == "".join(f"{name} {n}" for n in range(9))
     batches.close()
-    cfg.evaluation = EvaluationConfig(every=1, sets={"gone": str(tmp_path / "none.jsonl")})
+    cfg = config(corpus, tokenizer, evaluation=EvaluationConfig(every=1, sets={"gone": str(tmp_path / "none.jsonl")}))
     with pytest.raises(UserError, match=r"evaluation\.sets\.gone: "):
         evaluation_sets(cfg, SimpleNamespace(held_out=None, render=None), mesh())
 
@@ -627,16 +716,14 @@ def test_help_needs_neither_jax_nor_a_tokenizer_library():
 
 PROCESS = """
 import sys, jax, numpy as np
-from types import SimpleNamespace as N
 port, process, folder, tokenizer, path = sys.argv[1], int(sys.argv[2]), *sys.argv[3:]
 jax.distributed.initialize(f"localhost:{port}", 2, process)
-from jaxllm.data import DataConfig, EvaluationConfig, make_batches
-from jaxllm.sharding import MeshConfig, make_mesh
-data = DataConfig(path=path, tokenizer=tokenizer, seq_len=64, global_batch_size=4, epochs=2, workers=2 * process,
-                  kind="prompt", cache=folder + "/cache")
-cfg = N(data=data, evaluation=EvaluationConfig(), model=N(path=None, vocab_size=None), seed=4,
-        optimizer=N(num_microbatches=1), output_dir=folder)
-batches = make_batches(cfg, make_mesh(MeshConfig()))
+from jaxllm.config import load_config
+from jaxllm.data import make_batches
+from jaxllm.sharding import make_mesh
+cfg = load_config(None, f"data.path={path}", f"data.tokenizer={tokenizer}", "data.seq_len=64", "data.global_batch_size=4", "seed=4",
+                  "data.epochs=2", f"data.workers={2 * process}", "data.kind=prompt", f"data.cache={folder}/cache")
+batches = make_batches(cfg, make_mesh(cfg.mesh))
 tokens = [np.concatenate([np.asarray(s.data)[0] for s in batch.tokens.addressable_shards]) for batch in batches]
 np.savez(f"{folder}/out{process}.npz", tokens=np.array(tokens), lanes=batches._pipeline.lanes)
 batches.close()
@@ -645,61 +732,50 @@ jax.distributed.shutdown()
 
 
 def test_two_processes_share_a_cache_and_end_their_epochs_together(corpus, tokenizer, tmp_path):
-    import socket
-
     cfg = config(corpus, tokenizer, kind="prompt", epochs=2, global_batch_size=4)
     want = np.array([rows["tokens"] for rows, _ in Pipeline(Training(cfg).source, None, cfg.data, seed=4)])
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
-    arguments = [str(tmp_path), str(tokenizer), str(corpus / "pairs.jsonl")]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS, str(port), str(n), *arguments], env=env, stderr=subprocess.PIPE, text=True
-        )
-        for n in range(2)
-    ]
-    try:
-        for process in processes:
-            _, errors = process.communicate(timeout=120)
-            assert process.returncode == 0, errors[-3000:]
-    finally:
-        for process in processes:
-            process.kill()
-    assert len(list((tmp_path / "cache").iterdir())) == 1
+    with together(PROCESS, 2, tmp_path, tokenizer, corpus / "pairs.jsonl") as processes:
+        finish(processes)
+    assert len(token_caches(tmp_path / "cache")) == 1
     for number in range(2):
         out = np.load(tmp_path / f"out{number}.npz")
         assert np.array_equal(out["tokens"], want[:, out["lanes"]])
 
 
-@pytest.mark.parametrize("packing", ["concatenate", "first_fit"])
-def test_the_loss_of_packed_rows_is_the_token_weighted_mean_of_the_documents_alone(packing):
+def sums_of_loss(sizes, lengths, packing):
+    """(loss_sum, weight_sum, rows with documents) of documents with these lengths, packed, on a mesh, by a tiny Llama."""
     from jaxllm import step
 
-    rng, cfg = np.random.default_rng(0), tiny()
-    lengths = rng.integers(2, 60, 30)
-    if packing == "concatenate":  # whole documents, so that each sees in its row what it sees alone
-        lengths = np.array([24, 40] * 15)
+    cfg, on, rng = tiny(), mesh(**sizes), np.random.default_rng(0)
     tokens = [rng.integers(3, 256, length).astype(np.int32) for length in lengths]
-    documents = Numbered(lengths)
-    options = {"seq_len": 64, "shuffle": False, "repeat": False}
-    data = {
-        "packed": DataConfig(**options, global_batch_size=1, packing=packing),
-        "alone": DataConfig(**options, global_batch_size=1, packing="none"),
-    }
-    sums = {}
-    with jax.set_mesh(mesh()):
+    render = lambda records: [Rendered.all_trained(tokens[number]) for number, _ in records]
+    data = DataConfig(seq_len=64, shuffle=False, repeat=False, global_batch_size=1, packing=packing)
+    rows = [row for row, _ in Pipeline(Numbered(lengths), render, data)]
+    rows += [empty_rows(1, 64)] * (len(rows) % 2)
+    with jax.set_mesh(on):
         graphdef, state = step.init_state(cfg)
         run = step.make_eval_step(graphdef, cfg)
-        for name, config_ in data.items():
-            render = lambda records: [Rendered.all_trained(tokens[number]) for number, _ in records]
-            rows = [row for row, _ in Pipeline(documents, render, config_)]
-            sums[name] = [run(state, to_device(row, 1, mesh())) for row in rows]
-    mean = {
-        name: sum(float(s["loss_sum"]) for s in each) / sum(float(s["weight_sum"]) for s in each)
-        for name, each in sums.items()
-    }
-    assert len(sums["alone"]) == 30 and len(sums["packed"]) <= 21
-    assert sum(float(s["weight_sum"]) for s in sums["packed"]) == sum(lengths) - 30
-    assert mean["packed"] == pytest.approx(mean["alone"], rel=1e-6)
+        pairs = [{name: np.concatenate([a[name], b[name]]) for name in a} for a, b in zip(rows[::2], rows[1::2])]
+        sums = [run(state, to_device(pair, 1, on)) for pair in pairs]
+    loss, weight = (sum(float(each[name]) for each in sums) for name in ("loss_sum", "weight_sum"))
+    return loss, weight, sum(row["segment_ids"].any() for row in rows)
+
+
+LENGTHS = {  # concatenated: whole documents, so that each sees in its row what it sees alone
+    "concatenate": np.array([24, 40] * 15),
+    "first_fit": np.random.default_rng(0).integers(2, 60, 30),
+}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return {packing: sums_of_loss({}, lengths, "none") for packing, lengths in LENGTHS.items()}
+
+
+@pytest.mark.parametrize("packing", LENGTHS)
+@pytest.mark.parametrize("sizes", [{}, {"data": 2}, {"sequence": 2}, {"data": 2, "sequence": 2}], ids=mesh_name)
+def test_the_loss_of_packed_rows_is_the_token_weighted_mean_of_the_documents_alone(alone, packing, sizes):
+    loss, weight, num_rows = sums_of_loss(sizes, LENGTHS[packing], packing)
+    loss_alone, weight_alone, num_alone = alone[packing]
+    assert num_alone == 30 and num_rows <= 21 and weight == weight_alone == sum(LENGTHS[packing]) - 30
+    assert loss / weight == pytest.approx(loss_alone / weight_alone, rel=1e-6)

@@ -223,6 +223,73 @@ def test_text_that_spells_special_tokens_stays_text_and_is_counted(folders):
         assert parts(folders[style], spelled) == want
 
 
+@pytest.mark.parametrize("kind", ["text", "prompt", "chat"])
+def test_text_that_spells_any_special_token_stays_text_in_every_kind(folders, kind):
+    folder = folders["kit"]
+    tokenizer = Tokenizer.load(folder)
+    text = "a<s></s> <pad><|user|>\n<|assistant|><<s>|system|> </s>"
+    record = {"text": text, "prompt": {"prompt": text, "completion": text}, "chat": {"messages": turns(text, text)}}[
+        kind
+    ]
+    render_kind = renderer(folder, kind)
+    (document,) = render_kind([(record, "here")])
+    plain = {"text": "a", "prompt": {"prompt": "a", "completion": "a"}, "chat": {"messages": turns("a", "a")}}[kind]
+    (clean,) = render_kind([(plain, "here")])
+    special = list(tokenizer.control_tokens.values())
+    assert (
+        document.tokens[np.isin(document.tokens, special)].tolist()
+        == clean.tokens[np.isin(clean.tokens, special)].tolist()
+    )  # those of the product and of the template, and none more
+    assert tokenizer.decode(document.tokens).count(text) == (1 if kind == "text" else 2)
+    times = 1 if kind == "text" else 2
+    assert render_kind.escaped == {name: times * text.count(name) for name in tokenizer.control_tokens if name in text}
+
+
+def test_a_bos_token_that_begins_every_turn_is_part_of_the_turn(folders, tmp_path):
+    messages = turns("a", "b", "c", "d")
+    for folder in (
+        folders["smollm2"],
+        make_folder(tmp_path, "{% for m in messages %}{{ bos_token if m.role == 'user' }}{{ m.content }}"
+                    "{{ eos_token if m.role == 'assistant' }}{% endfor %}", ["<s>", "</s>"], False),
+    ):  # fmt: skip
+        want = render(folder, messages).tokens.tolist()
+        for one in (messages, messages[:2]):  # also where only one such turn is in the data
+            assert render(folder, one, add_bos=False).tokens.tolist() == render(folder, one).tokens.tolist()
+        assert want == theirs(folder, messages)[0] and want[0] == 0 and want.count(0) >= 2
+        assert render(folder, messages, add_bos=True).tokens.tolist() == want
+
+
+def added(folder, *tokens):
+    """The folder, its tokenizer with more tokens, which are not called special."""
+    import tokenizers
+
+    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    library.add_tokens([tokenizers.AddedToken(token, special=False, normalized=False) for token in tokens])
+    library.save(str(folder / "tokenizer.json"))
+    return folder, [library.token_to_id(token) for token in tokens]
+
+
+def test_tokens_that_come_in_pairs_and_are_not_special_are_read_in_contents_as_the_models_own_tokenizer_does(tmp_path):
+    cut = "{% generation %}{{ (message['content'] if loop.last else message['content'].split('</think>')[-1])"
+    thinking = SMOLLM2_TAGGED.replace("{% generation %}{{ message['content']", cut)
+    assert "'</think>'" in thinking and "<think>" not in thinking
+    folder, (begin, end) = added(with_template(tmp_path, thinking), "<think>", "</think>")
+    messages = turns("what do <think> and </think> mean?", "<think>x</think>b", "c", "<think>y</think>d")
+    document = render(folder, messages)
+    assert document.tokens.tolist() == theirs(folder, messages)[0]
+    assert parts(folder, document) == ["b<|im_end|>", "<think>y</think>d<|im_end|>"]
+    for token in (begin, end):  # of the question and of the last answer
+        assert document.tokens.tolist().count(token) == 2 and trained(document).count(token) == 1
+
+
+def test_other_tokens_that_the_template_names_are_its_own_also_if_they_are_not_special(tmp_path):
+    own = "{% for m in messages %}<|turn|>{{ m.role }}<sep>\n{{ m.content }}{{ eos_token }}{% endfor %}"
+    folder = make_folder(tmp_path, own, ["<s>", "</s>"], False)
+    folder, (turn, separator, _) = added(folder, "<|turn|>", "<sep>", "<free>")
+    ids = render(folder, turns("a <|turn|>user<sep>", "b <sep> <free>")).tokens.tolist()
+    assert (ids.count(turn), ids.count(separator)) == (2, 2)
+
+
 def test_there_is_one_bos_whether_template_or_tokenizer_writes_it(folders, tmp_path):
     messages = turns("a", "b")
     _, special, *_ = STYLES["kit"]
@@ -292,9 +359,19 @@ def test_end_tokens_outside_of_generation_tags_are_trained(tmp_path):
     assert parts(folder, render(folder, turns("a", "b", "c", "d"))) == ["b<|im_end|>", "d<|im_end|>"]
 
 
+def test_a_turn_may_end_with_the_eos_where_the_conversation_ends_with_another_token(tmp_path):
+    outside = SMOLLM2_TAGGED.replace("+ '<|im_end|>' }}{% endgeneration %}", "}}{% endgeneration %}{{ '<|im_end|>' }}")
+    folder = with_template(tmp_path, outside + "{% if not add_generation_prompt %}<|endoftext|>{% endif %}")
+    assert parts(folder, render(folder, turns("a", "b", "c", "d"))) == ["b<|im_end|>", "d<|im_end|>"]
+
+
 @pytest.mark.parametrize(
     "template, complaint",
     [
+        # what follows an earlier turn is the header of the next one, special too
+        ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}{% generation %}"
+         "{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{% if loop.last %}<|im_end|>"
+         "{% endif %}{% endfor %}", "no special token after"),
         ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}\n{% endfor %}", "no special token after"),
         ("{% for m in messages %}{{ m['content'] | upper }}<|im_end|>{% endfor %}", "cannot be told from what stands"),
         ("{% for m in messages %}{% if loop.last %}{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}"
@@ -320,22 +397,20 @@ def test_odd_conversations_are_named_with_their_roles_and_the_templates_complain
         renderer(folder)([({"messages": odd}, "odd.jsonl:21")])
     bad = {
         "template": (odd, "alternate"),
-        "null": ([*turns("a"), {"role": "assistant", "content": None}], r"message 2 \(assistant\) has no content"),
-        "number": ([*turns("a"), {"role": "assistant", "content": 4}], "must be a string, got 4"),
-        "no role": ([{"from": "gpt", "value": "x"}], r"has no role \(fields here: from, value\)"),
         "no answer": (turns("a"), r"no message of a role that is trained \(assistant\)"),
-        "no list": ("hello", "a list of messages is wanted"),
         "marks": (turns("a", "b\U0010fff0"), "private-use"),
     }
     for messages, complaint in bad.values():
         with pytest.raises(UserError, match=complaint):
             render(folder, messages)
     skipping = renderer(folder, on_bad="skip")
-    records = [(messages, name) for name, (messages, _) in bad.items()] + [([], "empty"), (turns("a", "b"), "good")]
+    records = [(messages, name) for name, (messages, _) in bad.items()] + [(turns("a", "b"), "good")]
     out = skipping([({"messages": messages}, where) for messages, where in records])
-    assert [len(document.tokens) > 0 for document in out] == [False] * (len(bad) + 1) + [True]
-    assert skipping.left_out == {"skipped": len(bad), "empty": 1}
-    assert skipping.examples["skipped"].startswith("template: ") and skipping.examples["empty"] == "empty"
+    assert [len(document.tokens) > 0 for document in out] == [False] * len(bad) + [True]
+    assert skipping.left_out == {"skipped": len(bad)} and skipping.examples["skipped"].startswith("template: ")
+    # Beside calls of tools there may be no content, which is not the word None.
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    assert "None" not in Tokenizer.load(folder).decode(render(folder, [*turns("a"), call, *turns("x", "c")]).tokens)
     # A role that the template does not know is no error where it writes any role.
     tool = [*turns("a", "b"), {"role": "tool", "content": "4"}, *turns("x", "c")[1:]]
     assert parts(folders["smollm2"], render(folders["smollm2"], tool)) == ["b<|im_end|>", "c<|im_end|>"]

@@ -12,6 +12,7 @@ import os
 import pickle
 import subprocess
 import sys
+import zlib
 
 import numpy as np
 import pytest
@@ -526,6 +527,148 @@ def test_the_fingerprint_tells_the_used_content_the_kind_and_the_fields(tmp_path
     prints.add(Documents(write(tmp_path, "d.parquet", [{"text": "ac"}, {"text": "c"}])).fingerprint)
     prints.add(Documents(write(tmp_path, "d.parquet", [{"text": "a"}, {"text": "cc"}])).fingerprint)
     assert len(prints) == 5
+
+
+# ------------------------------------------------------------------------------------------------------- the catalogue
+
+BAD_ROWS = [
+    {"text": "a"},
+    {"text": ""},
+    {"text": "b \ud83d c"},
+    {"text": "d", "labels": 1},
+    {"other": 5},
+    {"text": "e"},
+] * 4
+
+
+def catalogued(path, folder, **options):
+    return Documents(path, folder=str(folder), catalogue=True, **options)
+
+
+def everything(documents):
+    numbers = range(len(documents))
+    known = documents.fingerprint, documents.content, documents.sources, documents.largest_token, documents.summary()
+    return known, [documents.where(n) for n in numbers], [documents.size[n] for n in numbers]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_a_catalogue_gives_is_what_reading_gives_and_copies_are_made_when_wanted(tmp_path, name, monkeypatch):
+    rows = BAD_ROWS if "jsonl" in name else [row for row in BAD_ROWS if "\ud83d" not in row.get("text", "")]
+    path, cache = write(tmp_path, f"d.{name}", rows), tmp_path / "cache"
+    want = Documents(path, on_bad="skip")
+    assert "skipped" in want.summary() and everything(catalogued(path, cache, on_bad="skip")) == everything(want)
+    assert [found.name[:10] for found in cache.iterdir()] == ["documents-"]
+    with monkeypatch.context() as patch:
+        patch.setattr("jaxllm.data.sources.open_stream", None)
+        patch.setattr("jaxllm.data.sources.table_rows", None)
+        documents = catalogued(path, cache, on_bad="skip")
+        assert everything(documents) == everything(want)
+    part, rest = documents.split(0.5)
+    assert part._copies is rest._copies, "copies are made once for both"
+    assert [documents[n] for n in range(len(want))] == [want[n] for n in range(len(want))]
+    again = catalogued(path, cache, on_bad="skip")
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        numbers = range(len(again))
+        assert pool.apply(_texts, (pickle.dumps(again), numbers)) == [want[n] for n in numbers]
+
+
+def test_a_catalogue_keeps_what_is_told_of_token_ids_their_arrays_and_replaced_bytes(tmp_path):
+    (tmp_path / "d").mkdir()
+    np.save(tmp_path / "d" / "a.npy", np.array([5, 6, 2, 7, 70000, 2], np.int32))
+    (tmp_path / "d" / "a.npy.json").write_text('{"document_end": 2}')
+    write(tmp_path / "d", "b.jsonl.gz", [{"input_ids": [1, 9], "labels": [1, 9]}])
+    want = Documents(str(tmp_path / "d"), kind="tokens")
+    for _ in range(2):
+        got = catalogued(str(tmp_path / "d"), tmp_path / "cache", kind="tokens")
+        assert everything(got) == everything(want) and "'labels' is not used" in got.summary()
+        assert [got[n].tolist() for n in range(3)] == [[5, 6, 2], [7, 70000, 2], [1, 9]] and got[0].dtype == np.int32
+    (tmp_path / "d" / "a.npy.json").write_text('{"document_end": 7}')
+    assert catalogued(str(tmp_path / "d"), tmp_path / "cache", kind="tokens")[0].tolist() == [5, 6, 2, 7]
+    (tmp_path / "c.txt").write_bytes(b"caf\xe9")
+    for _ in range(2):
+        text = catalogued(str(tmp_path / "c.txt"), tmp_path / "cache", on_bad="replace")
+        assert "replaced by U+FFFD in 1 record" in text.summary() and text[0] == "caf\ufffd"
+
+
+@pytest.mark.parametrize("name", ["d.jsonl", "d.jsonl.gz"])
+def test_a_file_changed_under_the_same_size_and_date_is_read_anew(tmp_path, name, monkeypatch):
+    monkeypatch.setattr(gzip, "compress", gzip_stored)
+    path, cache = write(tmp_path, name, [{"text": "one"}]), tmp_path / "cache"
+    old, before = catalogued(path, cache), os.stat(path)
+    write(tmp_path, name, [{"text": "two"}])
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (os.stat(path).st_size, os.stat(path).st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    new = catalogued(path, cache)
+    assert new[0] == "two" and new.fingerprint != old.fingerprint
+    assert catalogued(path, cache, text_field="text", on_bad="skip")[0] == "two" and len(list(cache.iterdir())) == 3
+
+
+def gzip_stored(raw):
+    packer = zlib.compressobj(0, wbits=31)
+    return packer.compress(raw) + packer.flush()
+
+
+def test_a_damaged_catalogue_is_made_again_and_a_changed_file_is_told(tmp_path):
+    path, cache = write(tmp_path, "d.jsonl.gz", [{"text": "one"}]), tmp_path / "cache"
+    want = everything(catalogued(path, cache))
+    (found,) = cache.iterdir()
+    whole = found.read_bytes()
+    for damaged in (b"", whole[: len(whole) // 2], bytes([*whole[:80], whole[80] ^ 255, *whole[81:]])):
+        found.write_bytes(damaged)
+        assert everything(catalogued(path, cache)) == want and catalogued(path, cache)[0] == "one"
+        assert list(cache.iterdir()) == [found]
+    documents = catalogued(path, cache)
+    write(tmp_path, "d.jsonl.gz", [{"text": "two"}])
+    with pytest.raises(UserError, match=r"data\.path: the documents have changed since the run began"):
+        documents[0]
+
+
+def test_another_reader_makes_another_catalogue(tmp_path, monkeypatch):
+    path, cache = write(tmp_path, "d.jsonl", [{"text": "one"}]), tmp_path / "cache"
+    catalogued(path, cache)
+    (tmp_path / "formats.py").write_text("# other rules")
+    monkeypatch.setattr(formats, "__file__", str(tmp_path / "formats.py"))
+    catalogued(path, cache)
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_files_that_change_while_they_are_read_leave_no_catalogue_and_unreadable_ones_neither(tmp_path, monkeypatch):
+    path, cache = write(tmp_path, "d.jsonl", [{"text": "one"}]), tmp_path / "cache"
+    read = Documents._read
+    with monkeypatch.context() as patch:
+        patch.setattr(Documents, "_read", lambda self: (write(tmp_path, "d.jsonl", [{"text": "two"}]), read(self)))
+        assert catalogued(path, cache)[0] == "two"
+    assert not cache.exists()
+    os.symlink("nowhere", tmp_path / "e.jsonl")
+    documents = catalogued(str(tmp_path / "*.jsonl"), cache, on_bad="skip")
+    assert len(documents) == 1 and "1 skipped" in documents.summary() and not cache.exists()
+    (tmp_path / "file").write_text("")
+    assert catalogued(path, tmp_path / "file")[0] == "two", "where none can be left, none is"
+
+
+@pytest.mark.parametrize("name", ["big.txt", "big.txt.gz", "d.jsonl", "d.jsonl.zst"])
+def test_a_document_too_large_to_hold_is_refused_with_its_size_and_the_way_out(tmp_path, name, monkeypatch):
+    monkeypatch.setattr("jaxllm.data.sources.LARGEST", 100)
+    monkeypatch.setattr("jaxllm.data.sources.BLOCK", 16)
+    lines = [json.dumps({"text": text}) for text in ("a" * 87, "b" * 88, "c" * 300, "last")]
+    for most in (100, 101):
+        raw = "\n".join(lines).encode() if ".jsonl" in name else b"x" * most
+        pack = {"gz": gzip.compress, "zst": zstandard.compress}.get(name.rsplit(".")[-1], bytes)
+        (tmp_path / name).write_bytes(pack(raw))
+        path = str(tmp_path / name)
+        if ".jsonl" in name:
+            reason = f"{path}:2: a line of 101 bytes, more than the 100 that one document may have"
+        elif most == 100:
+            assert read(path) == ["x" * 100]
+            continue
+        else:
+            reason = f"{path}: a text of 101 bytes, more than the 100"
+        message = refusal(path)
+        assert message.startswith(f"data.path: {reason}") and "into several files, or into JSON lines" in message
+    if ".jsonl" in name:
+        documents = Documents(path, on_bad="skip")
+        assert [documents[n] for n in range(2)] == ["a" * 87, "last"] and len(documents) == 2
+        assert "2 skipped" in documents.summary() and documents.where(1) == f"{path}:4"
 
 
 MEMORY = """

@@ -6,6 +6,7 @@ imports no tokenizer and no data library; the rest is reached on first use.
 """
 
 import importlib
+import json
 from typing import Literal, Self
 
 import pydantic
@@ -13,6 +14,21 @@ import pydantic
 from jaxllm.section import Section
 
 LAZY = {name: "jaxllm.data.batch" for name in ("Batch", "make_batches", "make_eval_batches")}
+
+ONLY_FOR = {
+    "text_field": (("text",), "each kind has fields of its own"),
+    "messages_field": (("chat",), "each kind has fields of its own"),
+    "prompt_field": (("prompt",), "each kind has fields of its own"),
+    "completion_field": (("prompt",), "each kind has fields of its own"),
+    "train_on": (("chat", "prompt"), "documents of other kinds are trained from the first token to the last"),
+    "chat_template": (("chat",), "nothing else is rendered with a template"),
+    "on_long": (("chat", "prompt"), "documents of other kinds are split"),
+    "add_bos": (("text", "chat", "prompt"), "token ids are trained as they are"),
+    "add_eos": (
+        ("text", "prompt"),
+        "the chat template writes the end of a turn, and token ids are trained as they are",
+    ),
+}  # setting: (the kinds that read it, why others do not); all other settings are for every kind
 
 
 def __getattr__(name):
@@ -36,7 +52,7 @@ class DataConfig(Section):
     token ids, all other files are one document each, in UTF-8; text and JSON lines may be compressed as .gz or .zst. A
     folder gives its .txt, .text, .md, .rst, .py, JSON lines and table files, subfolders included. Files are taken entry
     by entry, sorted within each, and one that is reached twice is read once; hidden files and marker files (_SUCCESS)
-    are passed over."""
+    are passed over. A text file or a line holds at most 1 GiB."""
 
     weights: list[float] | None = None
     """Share of the documents drawn from each entry of `path`, in any unit. Each source is shuffled by itself and begins
@@ -48,7 +64,7 @@ class DataConfig(Section):
     `/`."""
 
     text_field: str = "text"
-    """The field of a JSON object that holds the document."""
+    """"text": the field of a JSON object that holds the document."""
 
     messages_field: str = "messages"
     """"chat": the field that holds the list of messages, each with `role` and `content`."""
@@ -77,14 +93,16 @@ class DataConfig(Section):
 
     tokenizer: str | None = None
     """A folder with tokenizer.json, or such a file; "bpe:4096" trains a byte-level BPE of 4,096 entries on the training
-    documents (on 32 million characters of them at most) and keeps it in <output_dir>/tokenizer. Not set: the tokenizer
-    in the folder of model.path."""
+    documents (on 32 million characters of them at most) and keeps it in <output_dir>/tokenizer; "tokens" hold no text to
+    train it on. Not set: the tokenizer in the folder of model.path."""
 
     add_bos: bool | None = None
-    """Begin each document with the BOS token. Not set: exactly if the tokenizer itself does so."""
+    """"text", "chat", "prompt": begin each document with the BOS token. Not set: if the tokenizer or the chat template
+    does so. A template that begins every turn with the BOS token (SmolLM2's `<|im_start|>`) keeps it, also with false:
+    there it is part of the turn."""
 
-    add_eos: bool = True
-    """End each document with the EOS token; it is trained on."""
+    add_eos: bool | None = None
+    """"text", "prompt": end each document with the EOS token; it is trained on. Not set: true."""
 
     seq_len: int = pydantic.Field(2048, ge=2)
     """Tokens per row."""
@@ -111,8 +129,9 @@ class DataConfig(Section):
     """Processes that read and tokenise ahead; 0: a thread of the training process does. The rows are the same."""
 
     cache: str | None = None
-    """Folder in which tokenised documents are kept, by content, tokenizer and template, and found again. Not set: documents
-    are tokenised as they are needed."""
+    """Folder in which tokenised documents are kept, by content, tokenizer and template, and found again; with a catalogue
+    of the files, so that a later run neither unpacks nor parses them. Not set: documents are tokenised as they are
+    needed."""
 
     @pydantic.model_validator(mode="after")
     def _settings_agree(self) -> Self:
@@ -129,10 +148,22 @@ class DataConfig(Section):
             raise ValueError(
                 f'data.packing = "concatenate" would split the documents of data.kind = "{self.kind}"; use "first_fit" or "none"'
             )
-        if self.on_long != "error" and not whole:
-            raise ValueError(f'data.on_long is for data.kind = "chat" and "prompt"; "{self.kind}" documents are split')
-        if self.train_on is not None and not whole:
-            raise ValueError(f'data.train_on is for data.kind = "chat" and "prompt"; all of "{self.kind}" is trained')
+        if self.kind == "tokens" and (self.tokenizer or "").startswith("bpe:"):
+            raise ValueError(
+                f'data.tokenizer = "{self.tokenizer}" would be trained on texts, and data.kind = "tokens" has none; name '
+                "the folder of the tokenizer that made the ids, or leave it out"
+            )
+        ignored = []
+        for name, (kinds, why) in ONLY_FOR.items():
+            value = getattr(self, name)
+            if self.kind not in kinds and value != type(self).model_fields[name].default:
+                readers = " and ".join(f'"{kind}"' for kind in kinds)
+                ignored.append(
+                    f"data.{name} = {json.dumps(value)} would be ignored: it is for data.kind = {readers}, here it is "
+                    f'"{self.kind}" ({why}); leave it out'
+                )
+        if ignored:
+            raise ValueError("\n".join(ignored))
         return self
 
     @pydantic.field_validator("tokenizer")
@@ -157,8 +188,8 @@ class EvaluationConfig(Section):
     """Steps between evaluations; 0 = never."""
 
     path: str | list[str] | None = None
-    """Files to evaluate on, written as in data.path; data.exclude, data.text_field and data.on_bad hold for them
-    too."""
+    """Files to evaluate on, written as in data.path; data.kind and all that says how documents are read and rendered
+    holds for them too. Conversations and prompts are all rendered once before training, to find what is wrong."""
 
     holdout: float = pydantic.Field(0.0, ge=0.0, lt=1.0)
     """Share of the documents of data.path to evaluate on instead; they are never trained on, whether `every` is set or

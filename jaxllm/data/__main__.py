@@ -32,11 +32,11 @@ def _step(text):
 
 def show(cfg, count, step, out):
     """Prints `count` rows (None: one epoch) from training step `step` (1: the first) on to `out`, the summary on
-    stderr."""
+    stderr. Fewer where the data ends before; rows of nothing but padding are left out."""
     import numpy as np
 
     from jaxllm.data.batch import Training
-    from jaxllm.data.pipeline import Pipeline
+    from jaxllm.data.pipeline import Packer
 
     data = cfg.data
     if count is None:
@@ -44,22 +44,27 @@ def show(cfg, count, step, out):
     training = Training(cfg)
     try:
         lanes = np.arange(min(data.global_batch_size, count or data.global_batch_size))
-        batches = Pipeline(training.source, None, data, seed=cfg.seed, lanes=lanes)
-        try:
-            left = count
-            for number, (rows, _) in itertools.islice(zip(itertools.count(1), batches), step - 1, None):
-                for row in range(len(lanes))[:left]:
-                    if count is not None or rows["segment_ids"][row].any():
-                        _print_row(training.tokenizer, rows, row, {"step": number, "row": row}, out)
-                left = None if left is None else left - len(lanes)
-                if left is not None and left <= 0:
-                    break
-        finally:
-            training.close()
-            batches.close()
+        # Not a Pipeline, which refuses fewer documents than a batch has rows: what there is can be looked at.
+        batches = Packer(training.source, data, cfg.seed, lanes, np.zeros((len(lanes), 2), np.int64))
+        found = (
+            (number, row, rows)
+            for number, (rows, _) in itertools.islice(enumerate(batches, start=1), step - 1, None)
+            for row in range(len(lanes))
+            if rows["segment_ids"][row].any()
+        )
+        for number, row, rows in itertools.islice(found, count):
+            _print_row(training.tokenizer, rows, row, {"step": number, "row": row}, out)
     finally:
         training.close()
     print(training.summary, file=sys.stderr, flush=True)
+    passes = cfg.data.epochs or (None if cfg.data.repeat else 1)
+    if passes is not None and passes * len(training.documents) < cfg.data.global_batch_size:
+        print(
+            f"training will refuse this: {len(training.documents)} documents cannot fill a batch of "
+            f"data.global_batch_size = {cfg.data.global_batch_size} rows; lower it, or set data.repeat = true",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _print_row(tokenizer, rows, row, line, out):

@@ -13,13 +13,15 @@ import itertools
 import jax
 import numpy as np
 
+from jaxllm.attention import row_layout
 from jaxllm.data import cache, summary
 from jaxllm.data.pipeline import Pipeline, Rendering, empty_rows
-from jaxllm.data.render import load_tokenizer, make_renderer
+from jaxllm.data.render import load_tokenizer, make_renderer, render_for
 from jaxllm.data.sources import open_documents, read_documents
 from jaxllm.data.workers import Workers
 from jaxllm.section import UserError
 from jaxllm.sharding import batch_sharding
+from jaxllm_kernels import token_order
 
 
 @jax.tree_util.register_dataclass
@@ -33,6 +35,8 @@ class Batch:
     k_start, k_end: i32; the query at this place sees the keys at [k_start, k_end) of its row, counted before any
         reordering for devices: its own document up to itself. Both 0 for padding.
     loss_weights: f32; 0 where there is no target (the last token of a document, padding), else 1.
+    layout: in which order the T places hold the row (`jaxllm.attention.row_layout`), the same for all arrays. row_length:
+        tokens of a row before it was completed for the devices; None: T.
     """
 
     tokens: jax.Array
@@ -42,6 +46,8 @@ class Batch:
     k_start: jax.Array
     k_end: jax.Array
     loss_weights: jax.Array
+    layout: str = dataclasses.field(default="contiguous", metadata={"static": True})
+    row_length: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 def local_lanes(mesh, global_batch_size, num_microbatches):
@@ -67,9 +73,12 @@ def _rows_per_microbatch(mesh, global_batch_size, num_microbatches):
     return rows
 
 
-def _check_places(mesh, seq_len):
-    if seq_len % (shards := _num_shards(mesh, 2)):
-        raise UserError(f"data.seq_len: {seq_len} does not divide over mesh.sequence = {shards}; choose a multiple")
+def _layout(mesh, seq_len, window):
+    """(layout, places): how a row of seq_len tokens is laid out, and how many places it takes, completed by padding."""
+    shards = _num_shards(mesh, 2)
+    layout = row_layout(shards, seq_len, window)
+    chunks = shards * (2 if layout == "zigzag" else 1)
+    return layout, -(-seq_len // chunks) * chunks
 
 
 def _num_shards(mesh, dim):
@@ -84,21 +93,26 @@ def _local_rows(mesh, rows):
     return np.unique(np.concatenate([np.arange(rows)[place[1]] for place in places.values()]))
 
 
-def to_device(rows, num_microbatches, mesh, global_batch_size=None):
+def to_device(rows, num_microbatches, mesh, global_batch_size=None, window=None):
     """A Batch from rows of numpy [B_local, T]: the rows `local_lanes` names, in that order, by default the whole batch.
 
-    Not collective: each process puts the parts that its own devices need. Raises UserError when rows or places do not
-    divide over the mesh.
+    With a sequence axis, rows are completed with padding to what its devices divide and laid out for equal work, once
+    for all arrays. window: that of the model, if it has one. Not collective: each process puts the parts that its own
+    devices need. Raises UserError when rows do not divide over the mesh.
     """
     num_local, seq_len = rows["tokens"].shape
     per_microbatch = _rows_per_microbatch(mesh, global_batch_size or num_local, num_microbatches)
     local = _local_rows(mesh, per_microbatch)
-    _check_places(mesh, seq_len)
+    layout, places = _layout(mesh, seq_len, window)
     if num_local != num_microbatches * len(local):
         raise ValueError(f"got {num_local} rows, this process holds {num_microbatches} x {len(local)}")
-    # The order of places over the sequence axis belongs here: one permutation of the last dimension for all arrays.
-    folded = {name: values.reshape(num_microbatches, len(local), seq_len) for name, values in rows.items()}
-    sharding, shape = batch_sharding(mesh), (num_microbatches, per_microbatch, seq_len)
+    order = token_order(layout, _num_shards(mesh, 2), places)
+
+    def laid_out(values):
+        values = np.pad(values, [(0, 0), (0, places - seq_len)])[:, order]
+        return values.reshape(num_microbatches, len(local), places)
+
+    sharding, shape = batch_sharding(mesh), (num_microbatches, per_microbatch, places)
 
     def put(values):
         def part(index):
@@ -108,14 +122,18 @@ def to_device(rows, num_microbatches, mesh, global_batch_size=None):
 
         return jax.make_array_from_callback(shape, sharding, part)
 
-    return Batch(**{name: put(values) for name, values in folded.items()})
+    arrays = {name: put(laid_out(values)) for name, values in rows.items()}
+    return Batch(**arrays, layout=layout, row_length=seq_len)
 
 
-def abstract_batch(mesh, num_microbatches, num_rows, seq_len):
+def abstract_batch(mesh, num_microbatches, num_rows, seq_len, window=None):
     """A Batch of jax.ShapeDtypeStructs with shardings: what a step is compiled for."""
-    shape, sharding = (num_microbatches, num_rows // num_microbatches, seq_len), batch_sharding(mesh)
-    dtypes = {field.name: np.int32 for field in dataclasses.fields(Batch)} | {"loss_weights": np.float32}
-    return Batch(**{name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()})
+    layout, places = _layout(mesh, seq_len, window)
+    shape, sharding = (num_microbatches, num_rows // num_microbatches, places), batch_sharding(mesh)
+    names = [field.name for field in dataclasses.fields(Batch) if not field.metadata.get("static")]
+    dtypes = dict.fromkeys(names, np.int32) | {"loss_weights": np.float32}
+    arrays = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
+    return Batch(**arrays, layout=layout, row_length=seq_len)
 
 
 def _mesh(mesh):
@@ -136,6 +154,16 @@ def _check_ids(documents, vocab_size):
             )
 
 
+def _check_some_left(documents, totals, purpose):
+    """UserError when every document was left out. totals: their Totals where they are known, else None."""
+    if totals is not None and not any(totals.lengths):
+        left_out = totals.counts.get("left_out", {})
+        raise UserError(
+            f"{documents.key}: no document is left to {purpose} ({documents.summary()}"
+            f"{''.join(f'; {number:,} {what}' for what, number in sorted(left_out.items()))})"
+        )
+
+
 class Training:
     """What a config trains on, without devices: documents and held_out, tokenizer, render, and `source`, which a
     Pipeline reads. summary, fingerprint: str; where documents are rendered to be counted, this takes as long, and with
@@ -144,8 +172,7 @@ class Training:
     def __init__(self, cfg):
         data = cfg.data
         self.documents, self.held_out = open_documents(data, cfg.evaluation)
-        for documents in (self.documents, self.held_out):
-            _check_ids(documents, cfg.model.vocab_size)
+        _check_ids(self.documents, cfg.model.vocab_size)
         self.tokenizer = load_tokenizer(cfg, self.documents)
         self.render = make_renderer(cfg, self.tokenizer)
         # with weights the order depends on where one source ends and the next begins
@@ -164,11 +191,7 @@ class Training:
             self.summary = self.documents.summary()
             if totals is None and data.kind in ("chat", "prompt"):
                 totals = cache.on_first_process(lambda: summary.count_all(self.source))
-            if totals is not None and not any(totals.lengths):
-                raise UserError(
-                    f"data.path: no document is left to train on ({self.documents.summary()}; "
-                    f"{', '.join(f'{number} {what}' for what, number in self.render.left_out.items())})"
-                )
+            _check_some_left(self.documents, totals, "train on")
             if jax.process_index() == 0:
                 self.summary += "\n" + summary.describe(data, cfg.seed, self.documents, self.source, totals)
         except BaseException:
@@ -190,9 +213,8 @@ class Batches:
 
     def __init__(self, cfg, mesh=None, cursors=None):
         self._mesh, self._size = _mesh(mesh), cfg.data.global_batch_size
-        self._num_microbatches = cfg.optimizer.num_microbatches
+        self._num_microbatches, self._window = cfg.optimizer.num_microbatches, cfg.model.sliding_window
         lanes = local_lanes(self._mesh, self._size, self._num_microbatches)
-        _check_places(self._mesh, cfg.data.seq_len)
         if cursors is not None and np.shape(cursors) != (self._size, 2):
             raise UserError(
                 f"data.global_batch_size: the position to go on from has {len(cursors)} rows, the config "
@@ -226,7 +248,7 @@ class Batches:
             empty_rows(len(self._pipeline.lanes), self._pipeline.config.seq_len),
             self._cursors,
         )
-        return to_device(rows, self._num_microbatches, self._mesh, self._size)
+        return to_device(rows, self._num_microbatches, self._mesh, self._size, self._window)
 
     @property
     def cursors(self):
@@ -267,21 +289,32 @@ class EvaluationBatches:
     Documents are packed into rows in the order of the files, and rows into batches in the order of rows; the last batch
     is filled up with rows of padding. So all batches have one shape, and sums over tokens do not depend on the batch
     size. Every process packs all rows and takes its own.
+
+    Conversations and prompts are all rendered here, as those of the training set are, and with several processes on
+    process 0: what cannot be rendered is a UserError before anything is compiled. summary: str, as Training's; of
+    documents that were not counted, only what was read.
     """
 
     def __init__(self, cfg, mesh, documents, render):
         self._mesh, self._size, self._max_batches = _mesh(mesh), cfg.evaluation.batch_size, cfg.evaluation.max_batches
-        _check_places(self._mesh, cfg.data.seq_len)
+        self._window = cfg.model.sliding_window
         if self._size % (shards := _num_shards(self._mesh, 1)):
             raise UserError(
                 f"evaluation.batch_size: {self._size} rows do not divide over {shards} shares of the mesh's batch axes"
             )
+        _check_ids(documents, cfg.model.vocab_size)
         alone = {"global_batch_size": 1, "shuffle": False, "repeat": False, "epochs": None, "weights": None}
         self._config = cfg.data.model_copy(update=alone)
-        self.documents, self._source = documents, Rendering(documents, render)
+        self.documents, self._source, totals = documents, Rendering(documents, render_for(render, documents.key)), None
         if cfg.data.cache:
             self._source = cache.cached(self._source, cfg.data)
-        self.summary = self.documents.summary()
+            totals = self._source.totals
+        elif cfg.data.kind in ("chat", "prompt"):
+            totals = cache.on_first_process(lambda: summary.count_all(self._source))
+        _check_some_left(documents, totals, "evaluate on")
+        self.summary = documents.summary()
+        if totals is not None and jax.process_index() == 0:
+            self.summary += "\n" + summary.describe(self._config, 0, documents, self._source, totals)
 
     def __iter__(self):
         lanes = local_lanes(self._mesh, self._size, 1)
@@ -295,7 +328,7 @@ class EvaluationBatches:
                 padding = empty_rows(self._size - len(found), self._config.seq_len)
                 parts = [*found, padding]
                 whole = {name: np.concatenate([part[name] for part in parts])[lanes] for name in padding}
-                yield to_device(whole, 1, self._mesh, self._size)
+                yield to_device(whole, 1, self._mesh, self._size, self._window)
                 num_batches += 1
         finally:
             rows.close()

@@ -4,6 +4,7 @@ A cache is a folder inside data.cache whose name begins with its key, a hash of 
 documents' content, the tokenizer, the template, what is trained, and the length where documents are cut. So there is no
 stale cache, only one that no run asks for any more. One whose files are not of the length that its own table of contents
 says is passed over with a line and kept, and the next is built beside it; nothing here ever deletes a finished cache.
+A cache appears whole, by a rename. Of two runs that build the same one at once, the second to finish uses the first's.
 
 Files: tokens.i32; weights.bits, one bit per token, each document padded to a byte; lengths.i32 and last.i32, per
 document, its tokens and the target at its last place (all other targets are the next token); cache.json. That is 4.1
@@ -12,13 +13,13 @@ bytes per token. Weights other than 0 and 1 cannot be kept.
 
 import array
 import contextlib
+import errno
 import hashlib
+import itertools
 import json
 import os
 import pathlib
-import shutil
 import sys
-import tempfile
 import threading
 
 import numpy as np
@@ -27,6 +28,7 @@ from jaxllm.data.pipeline import Rendering
 from jaxllm.data.render import Rendered
 from jaxllm.data.summary import Totals, render_all
 from jaxllm.data.workers import Workers
+from jaxllm.data.workshop import workshop
 from jaxllm.section import UserError
 
 VERSION = 1
@@ -75,11 +77,7 @@ def find(folder, key, documents, tell=None):
     """The TokenCache of `key` in `folder`, None if there is no whole one. What is there under its name and is not is
     told and left alone."""
     for path in sorted(pathlib.Path(folder).expanduser().glob(f"{key}*")):
-        try:
-            contents = json.loads((path / "cache.json").read_text(encoding="utf-8"))
-            wrong = _what_is_wrong(path, contents, key, len(documents))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            wrong = f"its cache.json cannot be read ({type(error).__name__})"
+        wrong = _what_is_wrong(path, key, len(documents))
         if wrong is None:
             return TokenCache(path, documents)
         (tell or _tell)(f"token cache {path}: {wrong}; it is not used, and left as it is")
@@ -90,7 +88,15 @@ def _tell(text):
     print(text, file=sys.stderr, flush=True)
 
 
-def _what_is_wrong(path, contents, key, count):
+def _what_is_wrong(path, key, count):
+    try:
+        contents = json.loads((path / "cache.json").read_text(encoding="utf-8"))
+        return _differs(path, contents, key, count)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"its cache.json cannot be read ({type(error).__name__})"
+
+
+def _differs(path, contents, key, count):
     if (contents["version"], contents["key"], contents["documents"]) != (VERSION, key, count):
         return "it was made of something else"
     for name in FILES:
@@ -102,50 +108,58 @@ def _what_is_wrong(path, contents, key, count):
 
 def build(folder, key, source):
     """Renders every document of `source` into a new cache beside the others, and returns where it is. What is half
-    built is removed, also after an error."""
+    built is removed: after an error at once, after a kill by the next that builds here."""
     folder = pathlib.Path(folder).expanduser()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        beside = pathlib.Path(tempfile.mkdtemp(prefix=".building-", dir=folder))
+        with workshop(folder, _tell) as place:
+            beside = place / key
+            beside.mkdir()
+            _write(beside, key, source)
+            return _move(beside, folder, key, len(source))
     except OSError as error:
         raise UserError(f"data.cache: cannot write to {folder}: {error.strerror or error}") from None
-    try:
-        totals, last = Totals(), array.array("i")
-        with contextlib.ExitStack() as stack:
-            tokens, weights = (stack.enter_context(open(beside / name, "wb")) for name in FILES[:2])
-            for documents in render_all(source):
-                totals.add(documents)
-                for document in documents:
-                    _check(document)
-                    tokens.write(np.ascontiguousarray(document.tokens, "<i4"))
-                    weights.write(np.packbits(document.loss_weights != 0))
-                    last.append(int(document.targets[-1]) if len(document.targets) else 0)
-        for name, values in (("lengths.i32", totals.lengths), ("last.i32", last)):
-            np.array(values, "<i4").tofile(beside / name)
-        contents = {
-            "version": VERSION,
-            "key": key,
-            "documents": len(totals.lengths),
-            "trained": totals.trained,
-            "counts": source.counts,
-            "sizes": {name: (beside / name).stat().st_size for name in FILES},
-        }
-        (beside / "cache.json").write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
-        for name in (*FILES, "cache.json"):
-            with open(beside / name, "rb") as file:
-                os.fsync(file.fileno())
-        beside.chmod(0o755)
-        number, path = 1, folder / key
-        while path.exists():
-            number += 1
-            path = folder / f"{key}-{number}"
-        os.rename(beside, path)
-        return path
-    except BaseException as error:
-        shutil.rmtree(beside, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise UserError(f"data.cache: cannot write to {folder}: {error.strerror or error}") from None
-        raise
+
+
+def _write(beside, key, source):
+    totals, last = Totals(), array.array("i")
+    with contextlib.ExitStack() as stack:
+        tokens, weights = (stack.enter_context(open(beside / name, "wb")) for name in FILES[:2])
+        for documents in render_all(source):
+            totals.add(documents)
+            for document in documents:
+                _check(document)
+                tokens.write(np.ascontiguousarray(document.tokens, "<i4"))
+                weights.write(np.packbits(document.loss_weights != 0))
+                last.append(int(document.targets[-1]) if len(document.targets) else 0)
+    for name, values in (("lengths.i32", totals.lengths), ("last.i32", last)):
+        np.array(values, "<i4").tofile(beside / name)
+    contents = {
+        "version": VERSION,
+        "key": key,
+        "documents": len(totals.lengths),
+        "trained": totals.trained,
+        "counts": source.counts,
+        "sizes": {name: (beside / name).stat().st_size for name in FILES},
+    }
+    (beside / "cache.json").write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
+    for name in (*FILES, "cache.json"):
+        with open(beside / name, "rb") as file:
+            os.fsync(file.fileno())
+
+
+def _move(beside, folder, key, count):
+    """Gives the finished cache its name, or the next one that is free, unless another builder was quicker; returns the
+    path that holds it."""
+    for number in itertools.count(1):
+        path = folder / (key if number == 1 else f"{key}-{number}")
+        try:
+            os.rename(beside, path)
+            return path
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                raise
+        if _what_is_wrong(path, key, count) is None:
+            return path
 
 
 def _check(document):

@@ -2,9 +2,9 @@
 
 The ids are those that the tokenizer gives for the whole rendered text, template and contents alike, with two exceptions.
 What a *content* says stays text even if it spells a special token: the template's own special tokens are told apart by
-a second rendering in which such text is marked. And where a token would reach across the beginning of a trained part
-(the newline of a header and one that an answer begins with), the text is cut there, since that is where the model will
-begin when it is asked.
+a second rendering in which such text is marked; _control_ids says which tokens count. And where a token would reach
+across the beginning of a trained part (the newline of a header and one that an answer begins with), the text is cut
+there, since that is where the model will begin when it is asked.
 
 Trained is what the template writes for a turn after its header, up to and with its end token. The parts come from the
 template's generation tags if it has them. If not, they are found by rendering beginnings of the conversation, with and
@@ -178,7 +178,10 @@ class _Conversation:
 
 
 class _ConversationRenderer(Renderer):
-    """What the two renderers of conversations share: which messages are legal, and whose turns are trained."""
+    """What the two renderers of conversations share: whose turns are trained, and how they begin. Records are as
+    formats.Records gives them."""
+
+    writes_bos_again = False  # whether the BOS token also begins later turns, so that the first is no mark to take away
 
     def __init__(self, tokenizer, data):
         super().__init__(tokenizer, data, adds_eos=False)
@@ -187,12 +190,10 @@ class _ConversationRenderer(Renderer):
     def __call__(self, records):
         out, ready = [EMPTY] * len(records), []
         for number, (record, where) in enumerate(records):
-            messages = record["messages"]
-            if isinstance(messages, list) and not messages:
-                self._leave_out("empty", where)
-                continue
+            # templates would write "None" for a content that is null
+            messages = [{key: value for key, value in m.items() if value is not None} for m in record["messages"]]
             try:
-                messages = self._checked(messages)
+                self._check(messages)
                 ready.append((number, where, self._prepare(messages, record.get("tools") or None)))
             except BadRecord as error:
                 self._bad(where, f"{error} (roles: {_roles(messages)})")
@@ -204,46 +205,46 @@ class _ConversationRenderer(Renderer):
         return out
 
     def _one_bos(self, tokens, trained):
-        """Exactly one BOS at the beginning, whoever wrote it; none if data.add_bos is false."""
+        """Exactly one BOS at the beginning, whoever wrote it; none if data.add_bos is false, unless it is the first turn's
+        own."""
         bos, given = self.tokenizer.bos_id, 0
         if bos is None:
             return tokens, trained
         while given < len(tokens) and tokens[given] == bos:
             given += 1
-        begin = [] if self.data.add_bos is False else [bos] if given or len(self.begin) else []
+        kept = given and (self.data.add_bos is not False or self.writes_bos_again)
+        begin = [bos] if kept or len(self.begin) else []
         tokens = np.concatenate([np.array(begin, np.int32), tokens[given:]])
         return tokens, np.concatenate([np.zeros(len(begin), bool), trained[given:]])
 
-    def _checked(self, messages):
-        """The messages without fields that are null (templates would write "None")."""
-        if not isinstance(messages, list):
-            raise BadRecord(f"a list of messages is wanted, got {json.dumps(messages)[:40]}")
-        out = []
-        for number, message in enumerate(messages, start=1):
-            if not isinstance(message, dict):
-                raise BadRecord(f"message {number} is no object with role and content")
-            message = {name: value for name, value in message.items() if value is not None}
-            if not isinstance(message.get("role"), str):
-                fields = ", ".join(map(str, message)) or "none"
-                raise BadRecord(f"message {number} has no role (fields here: {fields})")
-            content = message.get("content")
-            if content is None and not message.get("tool_calls"):
-                raise BadRecord(f"message {number} ({message['role']}) has no content")
-            if content is not None and not isinstance(content, str | list):
-                raise BadRecord(f"message {number} ({message['role']}): content must be a string, got {content!r:.40}")
-            out.append(message)
-        if not any(message["role"] in self.train_on for message in out):
+    def _check(self, messages):
+        """BadRecord for messages, each as the reader lets it through, that cannot be rendered here."""
+        if not any(message["role"] in self.train_on for message in messages):
             raise BadRecord(f"no message of a role that is trained ({', '.join(self.train_on)})")
-        if any(MARKS.search(text) for text in strings_of(out)):
+        if any(MARKS.search(text) for text in strings_of(messages)):
             raise BadRecord("it holds private-use characters from U+10FFF0 on, which mark places here")
-        return out
 
 
 def _roles(messages):
-    if not isinstance(messages, list):
-        return "none"
-    roles = [str(message.get("role")) if isinstance(message, dict) else "?" for message in messages]
+    roles = [message["role"] for message in messages]
     return ", ".join(roles if len(roles) <= 12 else [*roles[:12], f"... {len(roles)} in all"])
+
+
+def _control_ids(added, source):
+    """{text: id} of the tokens that only the template may write, out of a tokenizer's added ones: those that it calls
+    special, and others that the template names.
+
+    Not `<think>` and `</think>`, nor another such pair that is not called special: contents hold them too, and there the
+    model's own tokenizer reads them as tokens. Both are always treated alike, whichever of them the template names.
+    """
+    plain = {token.content for token in added.values() if not token.special}
+    tags = {text: {f"<{text.strip('</>')}>", f"</{text.strip('</>')}>"} for text in plain}
+    paired = {text for text, pair in tags.items() if text in pair and pair <= plain}
+    return {
+        token.content: number
+        for number, token in added.items()
+        if token.special or (token.content in source and token.content not in paired)
+    }
 
 
 class ChatRenderer(_ConversationRenderer):
@@ -252,13 +253,8 @@ class ChatRenderer(_ConversationRenderer):
     def __init__(self, tokenizer, data, template):
         super().__init__(tokenizer, data)
         self.template = template
-        # Added tokens that are not called special are control tokens too if the template writes them.
         added = tokenizer.library.get_added_tokens_decoder()
-        self.control_ids = {
-            token.content: number
-            for number, token in added.items()
-            if token.special or token.content in template.source
-        }
+        self.control_ids = _control_ids(added, template.source)
         # What may end a turn: a token that is called special. (A `</tool_call>` of the template's ends no turn.)
         self.special = {token.content for token in added.values() if token.special} | {template.names.get("eos_token")}
         self._places = {name: place for place, name in enumerate(sorted(self.control_ids))}
@@ -267,6 +263,10 @@ class ChatRenderer(_ConversationRenderer):
         self.fingerprint = self._fingerprint(
             template.source, template.names, self.train_on, data.add_bos, data.on_long, data.on_bad, data.seq_len
         )
+        if data.add_bos is False and tokenizer.bos_id is not None:
+            turns = [{"role": role, "content": "a"} for role in ("user", "assistant") * 2]
+            bos = tokenizer.library.id_to_token(tokenizer.bos_id)
+            self.writes_bos_again = bos in (self._render_or_none(turns, None) or "").removeprefix(bos)
 
     # ------------------------------------------------------------------------------------------------ text and spans
 

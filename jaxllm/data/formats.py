@@ -279,8 +279,9 @@ def token_array(path):
 class Records:
     """What a record of one kind must look like, and how records that cannot be read again in their file are kept.
 
-    kind "text": str; "chat": {"messages": [{"role", "content", ...}, ...]} with "tools" if there are any; "prompt":
-    {"prompt": str, "completion": str}; "tokens": int32[n]. fields: {setting: name of the field that it chooses}.
+    kind "text": str; "chat": {"messages": [{"role", "content", ...}, ...]} with "tools" if there are any, where only the
+    content beside "tool_calls" may be null; "prompt": {"prompt": str, "completion": str}; "tokens": int32[n]. fields:
+    {setting: name of the field that it chooses}.
     """
 
     def __init__(self, kind, fields, on_bad):

@@ -15,6 +15,10 @@ the first of the next one, and every transition inside a document is trained exa
 next WINDOW documents of its stream and takes, in their order, each that still fits; none is split, and none waits for
 more than WINDOW - 1 rows, since the first always fits into an empty row. Best-fit over the whole source would fill rows
 a little better, but has no position that two integers can hold.
+The price is at the start: a lane's first row, also after a resume, waits until its whole window is rendered, which for
+conversations of some hundred tokens and rows of 2,048 is the work of nine later rows. Nothing of it is done twice;
+data.workers divide it, and from a token cache it is a tenth of that. It is not cut by a row that calls itself full
+sooner, because the last places are what the window is for.
 
 Several sources with weights are mixed here too, see `order_of`.
 """

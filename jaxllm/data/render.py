@@ -13,6 +13,7 @@ with merges in the order of scores, as SentencePiece itself does. Mistral's tekk
 """
 
 import collections
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -459,24 +460,36 @@ class BadRecord(Exception):
 EMPTY = Rendered(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.float32))
 
 
+def _count_anew(render, key):
+    render.key, render.examples = key, {}
+    render.left_out, render.truncated, render.escaped = (collections.Counter() for _ in range(3))
+
+
+def render_for(render, key):
+    """The same renderer for the records that the setting `key` names, with counts of its own."""
+    other = copy.copy(render)
+    _count_anew(other, key)
+    return other
+
+
 class Renderer:
     """What the renderers of all kinds share. Called with a list of (record, where), it returns a list of Rendered, of
     length 0 for a record that is left out as data.on_bad and data.on_long say. Picklable.
 
     fingerprint: str, changes whenever the tokens or what is trained would. begin: i32, [BOS] or nothing, what a text
-    begins with. Counts since the renderer was made, for the summary: left_out: Counter {reason: records}. truncated:
-    Counter of "documents" and the "tokens" they lost. escaped: Counter {special token: how often text spelled it and was
-    kept as text}. examples: {reason: the first record of which it was true}.
+    begins with. key: the setting that names the records, for messages. Counts since the renderer was made, for the
+    summary: left_out: Counter {reason: records}. truncated: Counter of "documents" and the "tokens" they lost. escaped:
+    Counter {special token: how often text spelled it and was kept as text}. examples: {reason: the first record of which
+    it was true}.
 
     Raises UserError, naming `where`, for a record that cannot be used otherwise.
     """
 
     def __init__(self, tokenizer, data, adds_eos=True):
         self.tokenizer, self.data = tokenizer, data
-        self.left_out, self.truncated, self.escaped = (collections.Counter() for _ in range(3))
-        self.examples = {}
+        _count_anew(self, "data.path")
         add_bos = tokenizer.adds_bos if data.add_bos is None else data.add_bos
-        add_eos = data.add_eos and adds_eos
+        add_eos = data.add_eos is not False and adds_eos
         for key, wanted, token in (("add_bos", add_bos, tokenizer.bos_id), ("add_eos", add_eos, tokenizer.eos_id)):
             if wanted and token is None:
                 name = f"{key.removeprefix('add_')}_token"
@@ -505,7 +518,7 @@ class Renderer:
     def _bad(self, where, error):
         if self.data.on_bad != "skip":
             raise UserError(
-                f'data.path: {where}: {error}. Mend it, or set data.on_bad = "skip" to leave such records out'
+                f'{self.key}: {where}: {error}. Mend it, or set data.on_bad = "skip" to leave such records out'
             ) from None
         self._leave_out("skipped", where, str(error))
 
@@ -603,8 +616,7 @@ class TokensRenderer:
 
     def __init__(self, tokenizer, data, vocab_size):
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
-        self.left_out, self.truncated, self.escaped = (collections.Counter() for _ in range(3))
-        self.examples = {}
+        _count_anew(self, "data.path")
         has_bos = tokenizer is not None and tokenizer.adds_bos
         self.begin = np.array([tokenizer.bos_id] if has_bos else [], np.int32)
         self.fingerprint = hashlib.blake2b(b"tokens", digest_size=16).hexdigest()
@@ -617,7 +629,7 @@ class TokensRenderer:
             wrong = ids[(ids < 0) | (ids >= rows)]
             if len(wrong):
                 raise UserError(
-                    f"data.path: {where}: token id {int(wrong[0])}, but the embedding has {rows} rows "
+                    f"{self.key}: {where}: token id {int(wrong[0])}, but the embedding has {rows} rows "
                     "(model.vocab_size); these ids were made with another tokenizer"
                 )
             out.append(Rendered.all_trained(ids.astype(np.int32)) if len(ids) else EMPTY)

@@ -9,6 +9,14 @@ Compressed files and tables have no quick way to one record. Theirs are copied b
 without a name, which needs the disk space of the records (of a table: of the columns that are used) once per process,
 in data.cache or else in TMPDIR, and is gone when the process ends. Text, JSON lines and token arrays are read in place.
 
+With data.cache the pass leaves a catalogue there: what it found in these very files. A later run reads their bytes, for
+nothing less tells that they are the same (a date or a size does not), but neither unpacks nor parses nor copies them; if
+records are wanted after all, which a token cache does not, the copy is made then.
+
+A text or a line is held in memory as a whole, with several times its size while it becomes tokens, so one of more than
+LARGEST bytes is refused. It is not cut: where a text may be cut without changing its tokens depends on the tokenizer,
+and one document is nothing to shuffle or to share out over rows in any case.
+
 Everything is UTF-8. An encoding declared inside a Python file is not honoured: two rules for one byte would depend on a
 file's name. Texts are taken as they are, line ends and Unicode forms included; only a byte order mark at the very
 beginning of a file is dropped.
@@ -16,6 +24,8 @@ beginning of a file is dropped.
 
 import array
 import collections
+import contextlib
+import copy
 import dataclasses
 import fnmatch
 import glob
@@ -25,9 +35,12 @@ import json
 import os
 import pathlib
 import sysconfig
+import threading
+import zipfile
 
 import numpy as np
 
+from jaxllm.data import formats
 from jaxllm.data.formats import (
     BLOCK,
     COMPRESSED,
@@ -42,9 +55,12 @@ from jaxllm.data.formats import (
     table_rows,
     token_array,
 )
+from jaxllm.data.workshop import workshop
 from jaxllm.section import UserError
 
 BOM = b"\xef\xbb\xbf"
+LARGEST = 1 << 30  # bytes of a text file or of a line
+COLUMNS = {"file": np.int32, "offset": np.int64, "size": np.int64, "line": np.int64}  # line: from 1; 0 = the whole file
 SIDECARS = (".npy.json", ".bin.json")  # describe the array beside them
 
 
@@ -182,7 +198,7 @@ class Documents:
     found and what was left out, and why. sources: list of (pattern, number of its first document, count), in the order
     of the patterns. `where(i)` names a document's file and place for a message. size: int64[n], bytes.
     largest_token: (id, where) for kind "tokens", else None. The options are those of DataConfig; folder: for the
-    temporary file, created if need be.
+    temporary file, created if need be. catalogue: leave one there, and read by the one that is there.
     """
 
     def __init__(
@@ -198,6 +214,7 @@ class Documents:
         on_bad="error",
         key="data.path",
         folder=None,
+        catalogue=False,
     ):
         fields = {
             "text": {"text_field": text_field},
@@ -206,12 +223,23 @@ class Documents:
             "tokens": {},
         }[kind]
         self.kind, self.on_bad, self.key, self._folder = kind, on_bad, key, folder
-        self.patterns = [patterns] if isinstance(patterns, str) else list(patterns)
-        self.files, self.left_out = find_files(patterns, exclude, key, kind)
-        self.records = Records(kind, fields, on_bad)
+        self.patterns, self._fields = [patterns] if isinstance(patterns, str) else list(patterns), fields
+        self.files, self._ignored = find_files(patterns, exclude, key, kind)
+        path = self._catalogue() if catalogue else None
+        if path is None or not self._read_by_catalogue(path):
+            self._read()
+            if path is not None:
+                self._leave_catalogue(path)
+        if not len(self):
+            names = ", ".join(file.path for file in self.files[:3])
+            raise UserError(f"{key}: no document in {len(self.files)} files ({names}); {self.summary()}")
+
+    def _read(self):
+        """The pass over all files."""
+        self.records, self.left_out = Records(self.kind, self._fields, self.on_bad), self._ignored.copy()
         self.first_bad, self.largest_token, self._spool, self._dtypes = None, None, None, {}
-        columns = [array.array(kind) for kind in "iqqq"]  # file, byte offset, bytes, line (from 1; 0 = the whole file)
-        content = hashlib.blake2b("\0".join([kind, *fields.values()]).encode(), digest_size=16)
+        columns = [array.array(kind) for kind in "iqqq"]  # COLUMNS
+        content = hashlib.blake2b("\0".join([self.kind, *self._fields.values()]).encode(), digest_size=16)
         for number, file in enumerate(self.files):
             content.update(f"\0{file.relative}\0".encode("utf-8", "surrogateescape"))
             scan = {"table": self._scan_table, "array": self._scan_array}.get(self._shape(number), self._scan_lines)
@@ -223,14 +251,64 @@ class Documents:
                 self._bad(file.path, error)
         if self._spool:
             self._spool.flush()
+        self._copies = _Copies(self._spool, None)
         self.content = content.hexdigest()
-        dtypes = (np.int32, np.int64, np.int64, np.int64)
-        self.file, self.offset, self.size, self.line = (
-            np.array(column, dtype) for column, dtype in zip(columns, dtypes, strict=True)
-        )
-        if not len(self):
-            names = ", ".join(file.path for file in self.files[:3])
-            raise UserError(f"{key}: no document in {len(self.files)} files ({names}); {self.summary()}")
+        for (name, dtype), column in zip(COLUMNS.items(), columns, strict=True):
+            setattr(self, name, np.array(column, dtype))
+
+    def _catalogue(self):
+        """The file that holds what a pass over these files finds: named by their paths and bytes, by what is to be read
+        of them, and by the code that reads. None when one of them cannot be read."""
+        parts = [self.kind, self._fields, self.on_bad, self._ignored]
+        for module in (formats.__file__, __file__):
+            parts.append(hashlib.blake2b(pathlib.Path(module).read_bytes()).hexdigest())
+        for file in self.files:
+            beside = file.path + ".json"  # describes an array
+            described = self.kind == "tokens" and os.path.exists(beside)
+            for path in (file.path, beside)[: 1 + described]:
+                try:
+                    with open(path, "rb") as stream:
+                        parts.append([path, file.relative, hashlib.file_digest(stream, "blake2b").hexdigest()])
+                except OSError:
+                    return None
+        name = hashlib.blake2b(json.dumps(parts).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+        return pathlib.Path(self._folder).expanduser() / f"documents-{name}.npz"
+
+    def _read_by_catalogue(self, path):
+        """Whether there is a catalogue of these files; then this is as after `_read`, but nothing has been copied."""
+        try:
+            with np.load(path, allow_pickle=False) as found:
+                columns = {name: found[f"{name}s"] for name in COLUMNS}
+                told = json.loads(str(found["told"]))
+            self.records, self._spool = Records(self.kind, self._fields, self.on_bad), None
+            self.records.replaced, self.records.surrogates, notes = told["records"]
+            self.records.notes = set(notes)
+            self.left_out = collections.Counter(told["left_out"])
+            self.content, self.first_bad = told["content"], told["first_bad"]
+            self.largest_token = told["largest_token"] and tuple(told["largest_token"])
+            self._dtypes = {int(number): np.dtype(dtype) for number, dtype in told["dtypes"].items()}
+        except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):  # none, or damaged
+            return False
+        self.__dict__.update(columns)
+        self._copies = _Copies(None, copy.copy(self) if any(map(self._is_spooled, range(len(self.files)))) else None)
+        return True
+
+    def _leave_catalogue(self, path):
+        if self._catalogue() != path:
+            return  # the files have changed while they were read
+        told = {
+            "records": [self.records.replaced, self.records.surrogates, sorted(self.records.notes)],
+            "left_out": self.left_out,
+            "content": self.content,
+            "first_bad": self.first_bad,
+            "largest_token": self.largest_token,
+            "dtypes": {number: dtype.str for number, dtype in self._dtypes.items()},
+        }
+        columns = {f"{name}s": getattr(self, name) for name in COLUMNS}
+        # OSError: a folder that cannot be written may hold a token cache all the same, and reading it needs no catalogue
+        with contextlib.suppress(OSError), workshop(path.parent) as place:
+            np.savez(place / path.name, told=np.array(json.dumps(told)), **columns)
+            os.replace(place / path.name, path)
 
     def __len__(self):
         return len(self.file)
@@ -240,7 +318,7 @@ class Documents:
         offset, size, line = int(self.offset[number]), int(self.size[number]), int(self.line[number])
         try:
             if self._is_spooled(file):
-                return self.records.from_bytes(self._spool.read(offset, size))
+                return self.records.from_bytes(self._copies.read(offset, size))
             with open(self.files[file].path, "rb") as stream:
                 stream.seek(offset)
                 raw = stream.read(size)
@@ -334,10 +412,16 @@ class Documents:
         is_json, spooled = self._shape(number) == "lines", self._is_spooled(number)
         offset = 0
         with open_stream(file.path) as stream:
-            for line, raw in enumerate(stream if is_json else [stream.read()], start=1):
-                if not spooled:
-                    content.update(raw)
-                start, offset, line = offset, offset + len(raw), line if is_json else 0
+            for line, (raw, length) in enumerate(_pieces(stream, is_json, None if spooled else content), start=1):
+                start, offset, line = offset, offset + length, line if is_json else 0
+                if length > LARGEST:
+                    self._bad(
+                        self._place(number, line),
+                        f"{'a line' if is_json else 'a text'} of {length:,} bytes, more than the {LARGEST:,} that one "
+                        "document may have, since it is held in memory as a whole; divide it into documents: "
+                        "into several files, or into JSON lines with one document each",
+                    )
+                    continue
                 if is_json and not raw.removeprefix(BOM if start == 0 else b"").strip():
                     self.left_out["blank lines"] += 1
                     continue
@@ -438,10 +522,62 @@ class Documents:
         return self.records.record(row, counting)
 
 
+def _pieces(stream, is_json, content):
+    """Yields (bytes, length) of each line of a stream, or of all of it, and adds them to the hash `content` unless that is
+    None. Of more than LARGEST bytes only the length is kept."""
+    while True:
+        parts, length, ended = [], 0, False
+        while not ended:
+            part = stream.readline(BLOCK) if is_json else stream.read(1 << 20)
+            ended = not part or (is_json and part.endswith(b"\n"))
+            length += len(part)
+            if content is not None:
+                content.update(part)
+            if length <= LARGEST:
+                parts.append(part)
+            else:
+                parts.clear()
+        if is_json and not length:
+            return
+        yield b"".join(parts), length
+        if not is_json:
+            return
+
+
+class _Copies:
+    """The Spool of a Documents: made by its pass over the files, or, when that was spared by a catalogue, by a pass of
+    `documents` when a record is wanted. documents: None when there is a spool, or nothing to copy."""
+
+    def __init__(self, spool, documents):
+        self.spool, self.documents, self.lock = spool, documents, threading.Lock()
+
+    def read(self, offset, size):
+        self._make()
+        return self.spool.read(offset, size)
+
+    def _make(self):
+        with self.lock:
+            if self.documents is None:
+                return
+            content, again = self.documents.content, copy.copy(self.documents)
+            again._read()
+            if again.content != content:
+                raise UserError(f"{again.key}: the documents have changed since the run began")
+            self.spool, self.documents = again._spool, None
+
+    def __getstate__(self):
+        self._make()  # once, here, and not in every process that gets it
+        return {"spool": self.spool}
+
+    def __setstate__(self, state):
+        self.__init__(state["spool"], None)
+
+
 def read_documents(data, path, key="data.path"):
     """The Documents of `path`, by the rules of the section DataConfig. key: the setting that `path` comes from."""
     fields = ("kind", "exclude", "text_field", "messages_field", "prompt_field", "completion_field", "on_bad")
-    return Documents(path, key=key, folder=data.cache, **{name: getattr(data, name) for name in fields})
+    options = {name: getattr(data, name) for name in fields}
+    return Documents(path, key=key, folder=data.cache, catalogue=data.cache is not None, **options)
 
 
 def open_documents(data, evaluation=None):

@@ -95,12 +95,13 @@ def _describe_sample(config, seed, documents, source):
         totals.add(source.rendered([int(number)]))
     sampled = sum(totals.lengths)
     ratio = sampled / max(int(sizes[chosen].sum()), 1)
-    tokens, long = round(int(sizes.sum()) * ratio), int((sizes * ratio > config.seq_len).sum())
-    about = "about " if len(chosen) < len(documents) else ""
+    tokens, lengths, about = round(int(sizes.sum()) * ratio), sizes * ratio, "about "
+    if len(chosen) == len(documents):
+        lengths, about = np.array(totals.lengths), ""
     parts = [
-        f"{len(documents):,} documents, {about}{tokens:,} tokens, the longest {about}{round(int(sizes.max()) * ratio):,}",
+        f"{len(documents):,} documents, {about}{tokens:,} tokens, the longest {about}{round(lengths.max()):,}",
         f"{totals.trained / max(sampled, 1):.1%} of the tokens trained",
-        *_split(config, long, about),
+        *_split(config, int((lengths > config.seq_len).sum()), about),
         _fullness(config, seed, source, tokens),
         f"estimated from {len(chosen):,} documents",
     ]

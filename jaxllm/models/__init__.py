@@ -2,4 +2,4 @@
 
 from jaxllm.models import llama
 
-FAMILIES = {"llama": llama}
+FAMILIES = {"llama": llama, "mistral": llama}

@@ -63,8 +63,8 @@ class ModelConfig(Section):
     remat: Literal["none", "dots", "attention", "full", "offload"] = "attention"
     """What the backward pass keeps of each block: everything; matmul and attention outputs; attention outputs; the block's input; the
     block's input, in host memory. The further right, the less memory and the more recomputation."""
-    family: Literal["llama"] = "llama"
-    """Architecture: a key of jaxllm.models.FAMILIES."""
+    family: Literal["llama", "mistral"] = "llama"
+    """Architecture: a key of jaxllm.models.FAMILIES. "mistral" is "llama" with a sliding window."""
     vocab_size: int = pydantic.Field(32000, ge=1)
     hidden_size: int = pydantic.Field(512, ge=1)
     intermediate_size: int = pydantic.Field(1408, ge=1)
@@ -78,6 +78,8 @@ class ModelConfig(Section):
     rms_norm_eps: float = pydantic.Field(1e-5, gt=0)
     max_position_embeddings: int = pydantic.Field(2048, ge=1)
     """Longest row that the model is meant for, in tokens; a longer data.seq_len needs scaled rope_parameters."""
+    sliding_window: int | None = pydantic.Field(None, ge=1)
+    """Each token sees only this many last tokens, itself included; none: all of its document."""
     rope_parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
     tie_word_embeddings: bool = False
     attention_bias: bool = False
@@ -111,6 +113,12 @@ class ModelConfig(Section):
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim = {self.head_dim} is odd; rotary positions turn pairs")
+        if self.family == "llama" and self.sliding_window is not None:
+            raise ValueError(
+                f'sliding_window = {self.sliding_window}: transformers ignores it in a Llama; take model.family = "mistral"'
+            )
+        if self.family == "mistral" and (self.attention_bias or self.mlp_bias):
+            raise ValueError("attention_bias and mlp_bias: a Mistral has no biases")
         check_rope(self.rope_parameters)
         rope_frequencies(self.rope_parameters, self.head_dim, self.max_position_embeddings, 1)
         return self
@@ -123,10 +131,13 @@ class ModelConfig(Section):
         return self.num_hidden_layers * (attention + mlp) + self.vocab_size * self.hidden_size
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Training FLOPs of one token in a row of seq_len: 6 per weight, and attention counted causal, 6 x layers x heads x head_dim x
-        seq_len. Recomputation, norms and the embedding look-up count nothing (Chowdhery et al. 2022, appendix B, halved for causality)."""
+        """Training FLOPs of one token in a row of seq_len: 6 per weight, and 12 x layers x heads x head_dim per key that a token sees on
+        average: seq_len / 2, less with a window. Recomputation, norms and the embedding look-up count nothing (Chowdhery et al. 2022,
+        appendix B, halved for causality)."""
+        window = min(self.sliding_window or seq_len, seq_len)
+        keys = window - window**2 / (2 * seq_len)
         return (
-            6 * self.matmul_parameters + 6 * self.num_hidden_layers * self.num_attention_heads * self.head_dim * seq_len
+            6 * self.matmul_parameters + 12 * self.num_hidden_layers * self.num_attention_heads * self.head_dim * keys
         )
 
 
@@ -154,11 +165,14 @@ class Decoder(nnx.Module):
         head = lambda: LMHead(config.vocab_size, size, precision, stddev=stddev, rngs=rngs)
         self.lm_head = None if config.tie_word_embeddings else head()
 
-    def __call__(self, tokens, positions, k_start, k_end):
-        """All i32[B, T]: token ids, place in the document, interval of keys each token sees -> [B, T, E] in the compute dtype."""
+    def __call__(self, tokens, positions, k_start, k_end, layout="contiguous", row_length=None):
+        """All i32[B, T]: token ids, place in the document, interval of keys each token sees -> [B, T, E] in the compute dtype.
+
+        layout: the order of the T places (`attention.row_layout`). row_length: tokens of a row, without what completes it for the
+        devices; only rope types that depend on the length ask."""
         config, compute = self.config, self.precision.compute
         inverse, factor = rope_frequencies(
-            config.rope_parameters, config.head_dim, config.max_position_embeddings, tokens.shape[1]
+            config.rope_parameters, config.head_dim, config.max_position_embeddings, row_length or tokens.shape[1]
         )
         cos, sin = rotary_tables(positions, inverse, factor, compute)
         graphdef, layers = nnx.split(self.layers)
@@ -166,7 +180,7 @@ class Decoder(nnx.Module):
         def layer(x, weights):
             x = checkpoint_name(constrain(x, "batch", "sequence", "embed"), "block_input")
             return constrain(
-                nnx.merge(graphdef, weights)(x, cos, sin, k_start, k_end), "batch", "sequence", "embed"
+                nnx.merge(graphdef, weights)(x, cos, sin, k_start, k_end, layout), "batch", "sequence", "embed"
             ), None
 
         # prevent_cse guards against undoing the recomputation outside loops; inside scan it only adds barriers.

@@ -1,4 +1,4 @@
-"""Llama: the block, and how it is written in Hugging Face folders.
+"""Llama and Mistral: the block, and how it is written in Hugging Face folders. Mistral is Llama with a sliding window, and nothing else.
 
 A config.json field that this code does not know is refused by name: transformers accepts `logit_scale` or `sliding_window` in a Llama
 config and ignores them, and a model trained under such a config is another model than its author meant.
@@ -23,10 +23,10 @@ class Block(nnx.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, precision)
         self.mlp = MLP(config, precision, rngs=rngs)
 
-    def __call__(self, x, cos, sin, k_start, k_end):
-        """x [B, T, E] -> [B, T, E]."""
+    def __call__(self, x, cos, sin, k_start, k_end, layout):
+        """x [B, T, E] -> [B, T, E]; the rest as in `layers.Attention`."""
         with jax.named_scope("self_attn"):
-            x = x + self.self_attn(self.input_layernorm(x), cos, sin, k_start, k_end)
+            x = x + self.self_attn(self.input_layernorm(x), cos, sin, k_start, k_end, layout)
         with jax.named_scope("mlp"):
             return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -58,10 +58,19 @@ _FIELDS = (
     "hidden_act", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "attention_bias", "mlp_bias", "initializer_range",
     "pad_token_id", "bos_token_id", "eos_token_id",
 )  # fmt: skip
-_HF_DEFAULTS = {
+# What an absent field means to transformers' config class of that model_type.
+_LLAMA = {
     "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
     "rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "initializer_range": 0.02, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+_MISTRAL = {
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+}
+_HF_DEFAULTS = {"llama": _LLAMA, "mistral": {**_LLAMA, **_MISTRAL}}
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
 # Fields without influence on the training maths, and fields that are accepted with their neutral value alone.
 _IGNORED = {
     "architectures", "model_type", "dtype", "torch_dtype", "use_cache", "transformers_version", "return_dict", "output_attentions",
@@ -112,9 +121,11 @@ def rope_from_hf(hf: dict, default_theta: float) -> dict:
 
 
 def config_from_hf(hf: dict) -> dict:
-    """Fields of `ModelConfig` from a config.json of model_type "llama". UserError names a field that is unknown or unsupported."""
+    """Fields of `ModelConfig` from a config.json of model_type "llama" or "mistral". UserError names a field that is unknown or unsupported."""
+    family = hf.get("model_type", "llama")
+    own = [*_FIELDS, *(["sliding_window"] if family == "mistral" else [])]
     known = {
-        *_FIELDS,
+        *own,
         *_IGNORED,
         *_NEUTRAL,
         "rope_theta",
@@ -124,7 +135,7 @@ def config_from_hf(hf: dict) -> dict:
     }
     if unknown := sorted(key for key in set(hf) - known if hf[key] is not None and not key.startswith("_")):
         raise UserError(
-            f"config.json: {', '.join(f'{key} = {hf[key]!r}' for key in unknown)}: unknown to jaxllm for model_type 'llama'. If it does not "
+            f"config.json: {', '.join(f'{key} = {hf[key]!r}' for key in unknown)}: unknown to jaxllm for model_type {family!r}. If it does not "
             "change the model's maths, remove it from config.json; if it does, this model is not supported."
         )
     for key, allowed in _NEUTRAL.items():
@@ -132,10 +143,10 @@ def config_from_hf(hf: dict) -> dict:
             raise UserError(f"config.json: {key} = {hf[key]!r} is not supported, only {allowed[0]!r}")
     if hf.get("hidden_act", "silu") != "silu":
         raise UserError(f"config.json: hidden_act = {hf['hidden_act']!r} is not supported, only 'silu'")
-    fields = {key: hf[key] for key in _FIELDS if hf.get(key) is not None}
-    # A null id means "none", while an absent one means the class default.
-    fields |= {key: value for key, value in _HF_DEFAULTS.items() if key not in hf and key not in fields}
-    return {**fields, "family": "llama", "rope_parameters": rope_from_hf(hf, default_theta=10000.0)}
+    fields = {key: hf[key] for key in own if hf.get(key) is not None}
+    # A null id or window means "none", while an absent one means the class default.
+    fields |= {key: value for key, value in _HF_DEFAULTS[family].items() if key not in hf and key not in fields}
+    return {**fields, "family": family, "rope_parameters": rope_from_hf(hf, default_theta=10000.0)}
 
 
 def config_to_hf(config: ModelConfig) -> dict:
@@ -143,9 +154,11 @@ def config_to_hf(config: ModelConfig) -> dict:
     rope = dict(config.rope_parameters)
     legacy = {key: value for key, value in rope.items() if key != "rope_theta"}
     fields = {key: getattr(config, key) for key in _FIELDS}
+    if config.family == "mistral":
+        fields["sliding_window"] = config.sliding_window
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [_ARCHITECTURES[config.family]],
+        "model_type": config.family,
         **fields,
         "attention_dropout": 0.0,
         "pretraining_tp": 1,

@@ -1,14 +1,55 @@
-"""`attention` for one device's arrays: a custom_vjp over a backend's forward and backward."""
+"""`attention`: one custom_vjp over a backend's forward and backward, on one device or over an axis of a shard_map.
 
+A `Plan` says everything static; `forward` and `backward` are its two halves, for callers that put their own custom_vjp around them (a
+shard_map inside whose residuals should be ordinary arrays outside). A backend is a module with these functions, for one device and one
+chunk of keys, in the shapes of `reference.attention`:
+
+    forward(q, k, v, k_start, k_end, *, aligned, scale) -> out in q's dtype, lse
+    empty(q) -> carry;  fold(carry, q, k, v, k_start, k_end, *, scale) -> carry;  finish(carry, dtype) -> out, lse
+    dq(q, k, v, do, lse, delta, k_start, k_end, *, into, scale) -> f32;  dkv(same) -> dk, dv f32
+    backward(q, k, v, do, lse, delta, k_start, k_end, *, aligned, scale) -> dq, dk, dv f32; only where one pass is cheaper than two
+
+    TILE: lengths must be multiples of it.  HEAD_DIMS: head dims it takes, ascending, or None for any.
+
+Chunks may come in any order: `fold` adds the keys of one, and the gradients of one are exact addends once lse is that of the whole row.
+"""
+
+import dataclasses
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxllm_kernels import attention_xla
+from jaxllm_kernels import ring
 
-BACKENDS = {"xla": attention_xla}
+BACKENDS = ("xla", "hopper", "triton")
+
+
+def load_backend(name):
+    """The module; loaded when asked for, since a kernel language is slow to import and may not be installed."""
+    return importlib.import_module(f"jaxllm_kernels.attention_{name}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is static of an attention call; see `attention` for the meaning of each field."""
+
+    backend: str = "xla"
+    axis: str | None = None
+    layout: str = "contiguous"
+    communication: str = "ring"
+    window: int | None = None
+    aligned: bool = False
+
+    def __post_init__(self):
+        choices = {"backend": BACKENDS, "layout": ring.LAYOUTS, "communication": COMMUNICATION}
+        for field, known in choices.items():
+            if getattr(self, field) not in known:
+                raise ValueError(f"attention: {field} = {getattr(self, field)!r} is none of {', '.join(known)}")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"attention: window = {self.window}; a query sees at least itself, so at least 1, or None")
 
 
 def without_padding(q, k, v, k_start, k_end):
@@ -18,35 +59,126 @@ def without_padding(q, k, v, k_start, k_end):
     return tuple(jnp.where(real, x, jnp.zeros((), x.dtype)) for x in (q, k, v))
 
 
-def attention(q, k, v, k_start, k_end, backend="xla", aligned=False):
-    """Attention over the keys that each query may see; differentiable in q, k and v. Inside shard_map it is local to the device.
+def windowed(k_start, k_end, window):
+    """k_start of causal intervals when a query sees only its `window` last keys, itself included: i - j < window, as in Mistral."""
+    return k_start if window is None else jnp.maximum(k_start, k_end - window)
 
-    q: [B, T, H, D]; k, v: [B, S, K, D], float32 or bfloat16, H a multiple of K; k_start, k_end: i32[B, T], the interval of key indices
-    that a query sees (`reference.attention` is the contract). aligned: a promise that this is self-attention (T == S, place i of q and of k is
-    the same token) and that query i sees no key behind i (k_end[i] <= i + 1): blocks above the diagonal are skipped, and whatever stands at
-    padding places, NaN included, has no influence.
-    Returns out [B, T, H, D] in q's dtype. Softmax and sums in float32. Residuals are q, k, v, out and lse: nothing of size T x S.
-    Papers: FlashAttention-2 (arXiv 2307.08691) for the blocked forward and backward.
+
+def attention(
+    q, k, v, k_start, k_end, *, backend="xla", axis=None, layout="contiguous", communication="ring", window=None, aligned=False
+):  # fmt: skip
+    """Attention over the keys that each query may see; differentiable in q, k and v.
+
+    q: [B, T, H, D]; k, v: [B, S, K, D], one of float32, bfloat16 (and float16 where the backend says so), H a multiple of K; query head h
+    reads key head h // (H // K). k_start, k_end: i32[B, T], the interval [k_start, k_end) of key indices that a query sees.
+    Returns out [B, T, H, D] in q's dtype. Softmax and sums are float32. Residuals are q, k, v, out, lse and the intervals.
+
+    axis: None, or the name of an axis of the surrounding shard_map over which the tokens of self-attention are split: T == S is then the
+    local length, the intervals count keys of the whole row in its natural order, and `layout` says which tokens this device holds
+    ("contiguous", or "zigzag" with T even: chunks r and 2 n - 1 - r of 2 n; `ring.token_order`). communication: "ring", keys and values
+    travel from device to device, one hop hidden behind each kernel, their gradients behind in float32; or "allgather", every device
+    fetches all keys at once. window: with causal intervals (k_end = own index + 1), the number of last keys that a query sees; ring steps in
+    which nobody sees anything are not sent. aligned: a promise that T == S, place i of q and of k is the same token and query i sees
+    no key behind i; then what stands at padding places, NaN included, has no influence. An axis implies it.
+    Lengths and head dims that the backend's tiles do not fit are completed with zeros here; the kernels refuse them.
+
+    ValueError: an unknown backend, layout or communication, a window below 1, H no multiple of K, a head dim above the backend's largest,
+    an odd T with zigzag.
+    Papers: FlashAttention-2 (arXiv 2307.08691), Ring Attention (arXiv 2310.01889), FlashAttention-3 (arXiv 2407.08608; `hopper`).
     """
-    if aligned:
+    plan = Plan(backend, axis, layout, communication, window, aligned)
+    k_start = windowed(k_start, k_end, window)
+    if aligned or axis is not None:
         q, k, v = without_padding(q, k, v, k_start, k_end)
-    return _attention(q, k, v, k_start, k_end, backend, aligned)
+    return _attention(q, k, v, k_start, k_end, plan)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _attention(q, k, v, k_start, k_end, backend, aligned):
-    return BACKENDS[backend].forward(q, k, v, k_start, k_end, aligned=aligned)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attention(q, k, v, k_start, k_end, plan):
+    return forward(plan, q, k, v, k_start, k_end)[0]
 
 
-def _forward(q, k, v, k_start, k_end, backend, aligned):
-    out, lse = BACKENDS[backend].forward(q, k, v, k_start, k_end, aligned=aligned)
+def _forward(q, k, v, k_start, k_end, plan):
+    out, lse = forward(plan, q, k, v, k_start, k_end)
     out, lse = checkpoint_name(out, "attn_out"), checkpoint_name(lse, "attn_lse")
     return out, (q, k, v, k_start, k_end, out, lse)
 
 
-def _backward(backend, aligned, residuals, do):
-    grads = BACKENDS[backend].backward(*residuals, do, aligned=aligned)
-    return *(g.astype(x.dtype) for g, x in zip(grads, residuals[:3], strict=True)), None, None
+def _backward(plan, residuals, do):
+    return *backward(plan, *residuals, do), None, None
 
 
 _attention.defvjp(_forward, _backward)
+
+
+def forward(plan: Plan, q, k, v, k_start, k_end):
+    """(out [B, T, H, D] in q's dtype, lse f32[B, H, T]) of `plan`; q, k, v without what stands at padding places."""
+    _check(plan, q, k)
+    shape, scale = q.shape, q.shape[-1] ** -0.5
+    (q, k, v), (k_start, k_end) = _fitted(plan, (q, k, v), (k_start, k_end))
+    out, lse = COMMUNICATION[_way(plan)][0](plan, q, k, v, k_start, k_end, shape[1], scale)
+    return out[:, : shape[1], :, : shape[3]], lse[:, :, : shape[1]]
+
+
+def backward(plan: Plan, q, k, v, k_start, k_end, out, lse, do):
+    """(dq, dk, dv) in the dtypes of q, k and v, from the residuals and do [B, T, H, D]."""
+    length, scale = q.shape[1], q.shape[-1] ** -0.5
+    delta = jnp.moveaxis(jnp.sum(do.astype(jnp.float32) * out.astype(jnp.float32), axis=-1), 1, 2)
+    like = (q, k, v)
+    (q, k, v, do), (k_start, k_end) = _fitted(plan, (q, k, v, do.astype(q.dtype)), (k_start, k_end))
+    missing = [(0, 0), (0, 0), (0, q.shape[1] - length)]
+    lse, delta = jnp.pad(lse, missing, constant_values=-jnp.inf), jnp.pad(delta, missing)
+    grads = COMMUNICATION[_way(plan)][1](plan, q, k, v, do, lse, delta, k_start, k_end, length, scale)
+    return tuple(g[:, : x.shape[1], :, : x.shape[3]].astype(x.dtype) for g, x in zip(grads, like, strict=True))
+
+
+def _way(plan):
+    return "none" if plan.axis is None else plan.communication
+
+
+def _check(plan, q, k):
+    heads, kv_heads, head_dims = q.shape[2], k.shape[2], load_backend(plan.backend).HEAD_DIMS
+    if heads % kv_heads:
+        raise ValueError(f"attention: {heads} query heads are no multiple of {kv_heads} key heads")
+    if head_dims and q.shape[3] > head_dims[-1]:
+        raise ValueError(
+            f"attention: head dim {q.shape[3]} is above {head_dims[-1]}, the largest of the backend {plan.backend!r}; take 'xla'"
+        )
+    if plan.axis is not None and plan.layout == "zigzag" and q.shape[1] % 2:
+        raise ValueError(
+            f"attention: zigzag needs an even number of tokens on each device, got {q.shape[1]}; pad the rows"
+        )
+
+
+def _fitted(plan, tensors, rows):
+    """[B, T, heads, D] tensors and i32[B, T] rows completed with zeros to what the backend's tiles fit: keys nobody sees, queries that see
+    nothing, components that add nothing to a product."""
+    backend = load_backend(plan.backend)
+    depth = tensors[0].shape[3]
+    wide = min((d for d in backend.HEAD_DIMS or (depth,) if d >= depth), default=depth) - depth
+    missing = lambda x: -x.shape[1] % backend.TILE
+    pad = lambda x, widths: jnp.pad(x, widths) if any(after for _, after in widths) else x
+    tensors = tuple(pad(x, [(0, 0), (0, missing(x)), (0, 0), (0, wide)]) for x in tensors)
+    return tensors, tuple(pad(x, [(0, 0), (0, missing(x))]) for x in rows)
+
+
+def _alone(plan, q, k, v, k_start, k_end, length, scale):
+    return load_backend(plan.backend).forward(q, k, v, k_start, k_end, aligned=plan.aligned, scale=scale)
+
+
+def _alone_backward(plan, *args):
+    *arrays, _, scale = args
+    return ring.both(load_backend(plan.backend), *arrays, aligned=plan.aligned, scale=scale)
+
+
+def _with(function):
+    """`function` of ring.py with the plan spelled out."""
+    return lambda plan, *args: function(load_backend(plan.backend), plan.axis, plan.layout, plan.window, *args)
+
+
+# How the keys of other devices come here: (forward, backward). One more entry is one more way (all-to-all over heads, rings of rings).
+COMMUNICATION = {
+    "none": (_alone, _alone_backward),
+    "ring": (_with(ring.ring_forward), _with(ring.ring_backward)),
+    "allgather": (_with(ring.allgather_forward), _with(ring.allgather_backward)),
+}

@@ -6,7 +6,8 @@ blocks of BLOCK rows are scanned. What decides the speed on XLA:CPU (measured, d
 (position, group) with position major, so a block is one contiguous slice and grouped heads need no repeat; p^T q is computed as q^T p
 behind an optimization barrier, because XLA:CPU runs a product with a transposed left operand at half speed.
 
-Not here: an online softmax over key blocks, which costs a CPU a second pass and an H100 has a kernel for.
+Not here: an online softmax over key blocks inside a call, which costs a CPU a second pass and an H100 has a kernel for; and skipping what the
+intervals of a chunk exclude: a ring step computes all of its scores, so on a GPU this backend does twice the causal work in a ring.
 """
 
 import functools
@@ -14,6 +15,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+TILE, HEAD_DIMS = 1, None  # any length, any head dim
 BLOCK = 128  # query positions per block of scores
 MAX_SECTIONS = 8  # unrolled sections: compile time against causal waste (1/16 of the scores)
 
@@ -77,10 +79,10 @@ def _by_block(function, carry, num_blocks, *arrays):
     return carry, jax.tree.map(join, outputs)
 
 
-def forward(q, k, v, k_start, k_end, *, aligned):
-    """(out [B, T, H, D] in q's dtype, lse f32[B, H, T]); see `reference.attention`."""
-    (B, T, H, D), S, K = q.shape, k.shape[1], k.shape[2]
-    G, scale = H // K, D**-0.5
+def forward(q, k, v, k_start, k_end, *, aligned, scale, dtype=None):
+    """(out [B, T, H, D] in `dtype`, by default q's, lse f32[B, H, T]); see `reference.attention`."""
+    (B, T, H, _), S, K = q.shape, k.shape[1], k.shape[2]
+    G, dtype = H // K, dtype or q.dtype
     q, k_start, k_end = _whole_blocks(q, k_start, k_end)
     rows, keys, values = (_heads_first(x, K) for x in (q, k, v))
 
@@ -91,7 +93,7 @@ def forward(q, k, v, k_start, k_end, *, aligned):
         p = jnp.exp(s - peak)
         total = jnp.sum(p, axis=-1, keepdims=True)
         out = _nn(p.astype(v.dtype), v_part, jnp.float32) / jnp.where(total > 0, total, 1.0)
-        return None, (out.astype(q.dtype), peak + jnp.log(total))
+        return None, (out.astype(dtype), peak + jnp.log(total))
 
     parts = []
     for start, end, num_blocks in _sections(q.shape[1]):
@@ -103,15 +105,52 @@ def forward(q, k, v, k_start, k_end, *, aligned):
     return out, jnp.moveaxis(lse[..., 0], 1, 2)
 
 
-def backward(q, k, v, k_start, k_end, out, lse, do, *, aligned):
-    """(dq, dk, dv) in float32, for callers that still have to sum them over devices; p is recomputed from lse block by block."""
+def empty(q):
+    """What `fold` starts from: no key seen. The carry is (out f32[B, T, H, D], lse f32[B, H, T]) of the keys so far."""
+    B, T, H, _ = q.shape
+    return jnp.zeros(q.shape, jnp.float32), jnp.full((B, H, T), -jnp.inf, jnp.float32)
+
+
+def fold(carry, q, k, v, k_start, k_end, *, scale):
+    """The carry with the keys of one more chunk. All in float32: sums in bfloat16 lose more with every chunk."""
+    (out, lse), (more, more_lse) = (
+        carry, forward(q, k, v, k_start, k_end, aligned=False, scale=scale, dtype=jnp.float32)
+    )  # fmt: skip
+    peak = jnp.maximum(lse, more_lse)
+    peak = jnp.where(peak == -jnp.inf, 0.0, peak)  # a row that has seen nothing yet: weights 0 and 0, not NaN
+    weights = jnp.exp(lse - peak), jnp.exp(more_lse - peak)
+    total = weights[0] + weights[1]
+    share = [jnp.moveaxis(w / jnp.where(total > 0, total, 1.0), 1, 2)[..., None] for w in weights]
+    return out * share[0] + more * share[1], peak + jnp.log(total)
+
+
+def finish(carry, dtype):
+    """(out in `dtype`, lse) of all keys folded."""
+    out, lse = carry
+    return out.astype(dtype), lse
+
+
+def dq(*args, into, scale):
+    """f32[B, T, H, D], added to `into` unless that is None. The rest of `backward` is dead code to the compiler."""
+    part = backward(*args, aligned=False, scale=scale)[0]
+    return part if into is None else into + part
+
+
+def dkv(*args, into, scale):
+    """(dk, dv) f32[B, S, K, D], added to `into` unless that is None."""
+    parts = backward(*args, aligned=False, scale=scale)[1:]
+    return parts if into is None else tuple(a + b for a, b in zip(into, parts, strict=True))
+
+
+def backward(q, k, v, do, lse, delta, k_start, k_end, *, aligned, scale):
+    """(dq, dk, dv) in float32, what these keys add to them; p is recomputed, block by block, from the lse of all keys.
+
+    do [B, T, H, D]; delta f32[B, H, T], the sum over D of do x out."""
     (B, T, H, D), S, K = q.shape, k.shape[1], k.shape[2]
-    G, scale = H // K, D**-0.5
-    delta = jnp.sum(do.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
-    lse = jnp.moveaxis(jnp.where(lse == -jnp.inf, 0.0, lse), 1, 2)[
-        ..., None
-    ]  # a row that sees nothing: p = exp(-inf - 0) = 0
-    q, k_start, k_end, do, lse, delta = _whole_blocks(q, k_start, k_end, do.astype(q.dtype), lse, delta)
+    G = H // K
+    lse = jnp.where(lse == -jnp.inf, 0.0, lse)  # a row that sees nothing: p = exp(-inf - 0) = 0
+    lse, delta = (jnp.moveaxis(x, 1, 2)[..., None] for x in (lse, delta))
+    q, k_start, k_end, do, lse, delta = _whole_blocks(q, k_start, k_end, do, lse, delta)
     rows, keys, values, do, lse, delta = (_heads_first(x, K) for x in (q, k, v, do, lse, delta))
 
     def one_block(k_part, v_part, sums, starts, ends, q_rows, do_rows, lse_rows, delta_rows):

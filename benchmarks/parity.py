@@ -1,0 +1,173 @@
+"""Does a feature change the maths? Loss and gradients of a tiny model for the product of everything that must not change them.
+
+    python -m benchmarks.parity                   # the full product, on 8 emulated CPU devices; appends to results/parity.jsonl
+    python -m benchmarks.parity --pairs           # a set of cases in which every pair of values occurs: what CI runs
+
+A case is compared with the same rows on one device, in one piece, with nothing recomputed: float32, largest error of the loss (relative) and of
+any gradient tensor (max|a - b| / max|b|).
+
+Not here: whether that one device is right; the tests against transformers say so.
+"""
+
+import argparse
+import datetime
+import functools
+import itertools
+import json
+import os
+import pathlib
+import sys
+import time
+
+FACTORS = {
+    "sequence": (1, 2, 4, 8),
+    "data": (1, 2),
+    "communication": ("ring", "allgather"),
+    "window": (None, 9),
+    "microbatches": (1, 2),
+    "remat": ("none", "dots", "attention", "full", "offload"),
+    "length": (64, 57),  # 57 is completed by padding on every mesh with a sequence axis
+    "packing": (True, False),  # last: neighbours share a program
+}
+LONG = [  # lengths that fit nothing, and many more tiles than devices
+    dict(sequence=n, data=1, communication="ring", packing=True, window=None, microbatches=1, remat="attention", length=length)
+    for length in (7, 4095, 4097)
+    for n in (1, 2, 4, 8)
+]  # fmt: skip
+LOSS, GRADIENT = 1e-5, 1e-4  # the largest errors allowed
+MODEL = (
+    "model.vocab_size=256", "model.hidden_size=64", "model.intermediate_size=96", "model.num_hidden_layers=2",
+    "model.num_attention_heads=4", "model.num_key_value_heads=2", "model.max_position_embeddings=8192", "precision.compute=float32",
+    "data.global_batch_size=4", "loss.chunk_size=128",
+    "model.initializer_range=0.2",  # at 0.02 attention is nearly uniform, and a loss with wrong positions within 1e-5 of the right one
+)  # fmt: skip
+
+
+def possible(case):
+    """Eight devices are there, and without a sequence axis there is nothing to communicate."""
+    fits = case["sequence"] * case["data"] <= 8
+    return fits and (case["sequence"] > 1 or case["communication"] == "ring")
+
+
+def product():
+    cases = [dict(zip(FACTORS, values, strict=True)) for values in itertools.product(*FACTORS.values())]
+    return [case for case in cases if possible(case)]
+
+
+def pairs():
+    """A small part of the product in which every possible pair of values occurs, chosen greedily; always the same one."""
+    cases = product()
+    combinations = lambda case: set(itertools.combinations(case.items(), 2))
+    missing, chosen = set().union(*map(combinations, cases)), []
+    while missing:
+        best = max(cases, key=lambda case: len(combinations(case) & missing))
+        chosen.append(best)
+        missing -= combinations(best)
+    return chosen
+
+
+def rows(length, packing, num_rows=4, seed=0):
+    """Rows of random tokens in numpy, one document each or several, some padding at the end."""
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(3, 256, (num_rows, length)).astype(np.int32)
+    starts = np.zeros((num_rows, length), np.int32)
+    for row in starts:
+        for cut in sorted(rng.integers(1, length, 4 + length // 500)) if packing else ():
+            row[cut:] = cut
+    index = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
+    real = index < length - rng.integers(0, min(6, length), (num_rows, 1))
+    follows = np.concatenate([(starts[:, 1:] == starts[:, :-1]) & real[:, 1:], np.zeros((num_rows, 1), bool)], 1)
+    return {
+        "tokens": tokens * real,
+        "targets": np.roll(tokens, -1, 1) * follows,
+        "positions": (index - starts) * real,
+        "segment_ids": (np.cumsum(np.diff(starts, axis=1, prepend=0) > 0, 1, dtype=np.int32) + 1) * real,
+        "k_start": starts * real,
+        "k_end": (index + 1) * real,
+        "loss_weights": follows.astype(np.float32),
+    }
+
+
+@functools.lru_cache(maxsize=2)
+def program(**case):
+    """(mesh, parameters, compiled gradients) of a case, whatever its rows hold."""
+    import jax
+
+    from jaxllm import config, sharding, step
+
+    window = [] if case["window"] is None else [f"model.sliding_window={case['window']}", "model.family=mistral"]
+    cfg = config.load_config(
+        None, *MODEL, *window, f"data.seq_len={case['length']}", f"attention.communication={case['communication']}",
+        f"optimizer.num_microbatches={case['microbatches']}", f"model.remat={case['remat']}",
+    )  # fmt: skip
+    sizes = sharding.MeshConfig(data=case["data"], sequence=case["sequence"])
+    mesh = sharding.make_mesh(sizes, jax.devices()[: case["data"] * case["sequence"]])
+    with jax.set_mesh(mesh):
+        graphdef, state = step.init_state(cfg)
+    return mesh, state.params, jax.jit(lambda params, batch: step.gradients(graphdef, params, batch, cfg))
+
+
+def run(case):
+    """(loss, {path: gradient}) of a case in numpy."""
+    import jax
+    import numpy as np
+
+    from jaxllm.data.batch import to_device
+
+    mesh, params, gradients = program(**{key: value for key, value in case.items() if key != "packing"})
+    with jax.set_mesh(mesh):
+        batch = to_device(rows(case["length"], case["packing"]), case["microbatches"], mesh, window=case["window"])
+        grads, parts = gradients(params, batch)
+    return float(parts["loss_sum"]), jax.tree.map(np.asarray, grads)
+
+
+@functools.cache
+def alone(length, packing, window):
+    plain = {"sequence": 1, "data": 1, "communication": "ring", "microbatches": 1, "remat": "none"}
+    return run({**plain, "length": length, "packing": packing, "window": window})
+
+
+def errors(case):
+    """(error of the loss, largest error of a gradient, its path)."""
+    import numpy as np
+
+    loss, grads = run(case)
+    want_loss, want = alone(case["length"], case["packing"], case["window"])
+    error = lambda path: float(np.abs(grads[path] - want[path]).max() / max(np.abs(want[path]).max(), 1e-8))
+    worst = max(want, key=error)
+    return abs(loss - want_loss) / abs(want_loss), error(worst), worst
+
+
+def main(arguments=None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.parity", description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--pairs", action="store_true", help="only the cases that CI runs")
+    options = parser.parse_args(arguments)
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    import jax
+
+    cases, failed, worst, begin = pairs() if options.pairs else product() + LONG, [], (0.0, 0.0), time.time()
+    for number, case in enumerate(cases):
+        loss, gradient, path = errors(case)
+        worst = max(worst[0], loss), max(worst[1], gradient)
+        if not (loss <= LOSS and gradient <= GRADIENT):  # a NaN is no pass
+            failed.append(case)
+        print(f"{number + 1}/{len(cases)} {case}: loss {loss:.1e}, gradient {gradient:.1e} ({path})", flush=True)
+        if number % 50 == 49:
+            jax.clear_caches()
+    result = {
+        "date": datetime.date.today().isoformat(), "jax": jax.__version__, "platform": "8 emulated CPU devices",
+        "factors": FACTORS, "cases": len(cases), "failed": failed, "worst_loss_error": worst[0], "worst_gradient_error": worst[1],
+        "seconds": round(time.time() - begin),
+    }  # fmt: skip
+    print(json.dumps(result))
+    if not options.pairs:
+        with (pathlib.Path(__file__).parent / "results" / "parity.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(result) + "\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
