@@ -18,6 +18,7 @@ import time
 from jaxllm.section import UserError
 
 TARGETS = {"h100": "h100_sxm.txtpb", "h200": "h200.txtpb"}
+KERNELS = ("mosaic_gpu_v2", "triton_kernel_call")  # custom calls that are kernels of ours
 RESERVE_GIB = 6.0  # NCCL buffers, CUDA context, cuBLAS workspaces: an allowance, not a measurement
 OPTIONS = {
     "xla_gpu_enable_triton_gemm": False
@@ -96,15 +97,20 @@ def compile_step(cfg, on: str):
     """(compiled, abstract TrainState, seconds, lines that the compiler printed) of the training step of `cfg` on `on`."""
     import jax
 
-    from jaxllm import sharding, step
+    from jaxllm import attention, sharding, step
     from jaxllm.data.batch import abstract_batch
 
     mesh = sharding.make_mesh(cfg.mesh, devices(on))
     with jax.set_mesh(mesh):
         graphdef, state = step.abstract_state(cfg)
-        batch = abstract_batch(mesh, cfg.optimizer.num_microbatches, cfg.data.global_batch_size, cfg.data.seq_len)
+        batch = abstract_batch(
+            mesh, cfg.optimizer.num_microbatches, cfg.data.global_batch_size, cfg.data.seq_len, cfg.model.sliding_window
+        )
         begin = time.perf_counter()
-        with uncached(), compiler_output() as lines:
+        target = attention.compiling_for(
+            cfg.attention, cfg.precision.compute, cfg.model.head_dim, mesh.devices.flat[0].compute_capability
+        )
+        with uncached(), target, compiler_output() as lines:
             lowered = step.make_train_step(graphdef, cfg).trace(state, batch).lower(lowering_platforms=("cuda",))
             compiled = lowered.compile(OPTIONS)
     return compiled, state, time.perf_counter() - begin, lines
@@ -113,7 +119,7 @@ def compile_step(cfg, on: str):
 # What the compiler prints and what it means; lines that match none are harmless (autotuning without a device, and the like).
 WARNINGS = {
     "Involuntary full rematerialization": "an array is copied whole to every device to change its sharding",
-    "Can't reduce memory use below": "does not fit: the compiler could not bring memory under its limit",
+    "Can't reduce memory use below": "above the compiler's own limit (80% of the device): it may give up overlapping communication",
     "exceeds the base limit": "close to the memory limit: the scheduler gives up overlapping communication",
 }
 
@@ -123,10 +129,12 @@ def report(cfg, on: str) -> dict:
     import jax
     import numpy as np
 
-    from jaxllm import config, hardware, hlo
+    from jaxllm import attention, config, hardware, hlo, sharding
 
     name, hosts, count = parse_devices(on)
     config.check(cfg, hosts * count)
+    with jax.set_mesh(sharding.make_mesh(cfg.mesh, devices(on))):
+        described = attention.describe(cfg.attention, cfg.model, cfg.precision.compute, cfg.data.seq_len)
     compiled, state, seconds, lines = compile_step(cfg, on)
     memory, program = compiled.memory_analysis(), hlo.read(compiled.as_text())
     gib = lambda n: round(float(n) / 2**30, 3)
@@ -155,6 +163,7 @@ def report(cfg, on: str) -> dict:
         "device": name,
         "devices": hosts * count,
         "evidence": "compiled, not measured",
+        "attention": described,
         "fits": gib(need) + RESERVE_GIB <= capacity,
         "memory_gib": {
             "weights": gib(at_rest(state.params)),
@@ -180,13 +189,18 @@ def page(facts: dict) -> str:
     """The same for a reader."""
     memory = facts["memory_gib"]
     lines = [
+        facts["attention"],
         f"{facts['devices']} x {facts['device']} ({facts['evidence']}), compiled in {facts['compile_s']} s",
         f"memory per GPU: need {memory['need']:.1f} GiB = weights {memory['weights']:.1f} + optimizer {memory['optimizer']:.1f} + temporaries "
         f"{memory['temporaries']:.1f}; with {memory['reserve']:.0f} GiB in reserve it {'fits' if facts['fits'] else 'does NOT fit'} in {memory['device']:.1f}",
     ]
     if memory["host"]:
         lines.append(f"host memory per GPU: {memory['host']:.1f} GiB of offloaded activations")
-    lines.append(f"matrix products per GPU and step: {facts['flops_per_step_per_device'] / 1e12:.1f} TFLOP")
+    kernels = sum(facts["custom_calls"].get(target, 0) for target in KERNELS)
+    lines.append(
+        f"matrix products per GPU and step: {facts['flops_per_step_per_device'] / 1e12:.1f} TFLOP, and {kernels} calls of our kernels, "
+        "whose work is not counted"
+    )
     totals = {}
     for c in facts["collectives"]:
         size, count, late = totals.get((c["kind"], c["dtype"]), (0, 0, 0))

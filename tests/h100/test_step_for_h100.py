@@ -47,7 +47,7 @@ def test_weights_are_gathered_in_bfloat16_and_gradients_reduce_scattered_in_floa
     )  # every weight once; the embedding's travels as rows
 
 
-def test_flops_are_the_weights_and_the_attention_that_is_computed(llama8b):
+def test_flops_outside_of_kernels_are_those_of_the_weights(llama8b):
     cfg = config.load_config(ROOT / "configs" / "llama3_8b.toml")
     tokens = cfg.data.seq_len
     linear = 6 * cfg.model.matmul_parameters * tokens
@@ -62,10 +62,9 @@ def test_flops_are_the_weights_and_the_attention_that_is_computed(llama8b):
             - cfg.model.num_hidden_layers * mlp
         )
     )
-    # scores and values forward (2), five products backward; eight unrolled sections read 9/16 of the square
-    heads = cfg.model.num_attention_heads * cfg.model.head_dim
-    attention = cfg.model.num_hidden_layers * 7 * 2 * tokens**2 * heads * 9 / 16
-    assert llama8b["flops_per_step_per_device"] == pytest.approx(linear + again + attention, rel=0.01)
+    assert llama8b["flops_per_step_per_device"] == pytest.approx(linear + again, rel=0.01)
+    # attention is in kernels, which the text does not look into: forward, dq and dkv in each layer; the forward is saved, not repeated
+    assert llama8b["custom_calls"]["mosaic_gpu_v2"] == 3 * cfg.model.num_hidden_layers
 
 
 def test_bfloat16_reduction_halves_the_traffic_of_gradients(llama8b):

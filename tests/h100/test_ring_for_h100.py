@@ -1,0 +1,129 @@
+"""Context parallelism compiled for H100s that are not here: the ring's schedule, its memory, and the long targets. Compiled, not measured."""
+
+import importlib.util
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxllm import config, hlo, plan, sharding
+from jaxllm.attention import AttentionConfig, attention
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+pytestmark = [
+    pytest.mark.h100,
+    pytest.mark.skipif(not importlib.util.find_spec("jax_cuda13_plugin"), reason="needs the extra `plan`"),
+]
+GIB = 2**30
+
+
+def load(*overrides, name="llama3_8b_128k"):
+    return config.load_config(ROOT / "configs" / f"{name}.toml", *overrides)
+
+
+@pytest.fixture(scope="module")
+def step_128k():
+    """(text of the compiled step, memory needed in GiB) of Llama-3.1-8B at 131,072 tokens on 8 H100s."""
+    compiled, _, _, lines = plan.compile_step(load(), "h100:8")
+    m = compiled.memory_analysis()
+    need = (m.argument_size_in_bytes + m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes) / GIB
+    return compiled.as_text(), need, lines
+
+
+@pytest.mark.version
+def test_every_hop_of_the_ring_hides_behind_a_kernel_and_nothing_is_copied(step_128k):
+    text, _, lines = step_128k
+    rings = hlo.schedules(text, "collective-permute")
+    assert sorted(ring.hops for ring in rings) == [7, 15], "forward: keys; backward: keys, gradients, the way home"
+    for ring in rings:
+        assert not ring.synchronous and not ring.branches, ring
+        # Behind the last hop, which brings the gradients home, there is no kernel left: a product hides it.
+        assert all("kernel" in work for work in ring.between[:-1]) and ring.between[-1] & {"kernel", "product"}, ring
+        assert ring.kernels == (8 if ring.hops == 7 else 16)
+        travelling = [c for c in ring.copies if re.match(r"\w+\[2,1,16384,8,128\]", c)]
+        assert not travelling, travelling
+    assert not [line for line in lines if "rematerialization" in line]
+
+
+@pytest.mark.version
+def test_at_131072_tokens_nothing_but_weights_is_gathered_and_32_gib_are_enough(step_128k):
+    text, need, _ = step_128k
+    program = hlo.read(text)
+    assert need <= 32
+    large = [c for c in program.collectives if c.bytes > 2**20]
+    assert all(c.asynchronous for c in large)
+    gathered = sum(c.bytes * c.times for c in large if c.kind == "all-gather")
+    layers, head = 2 * (8.03e9 - 2 * 128256 * 4096), 2 * 128256 * 4096
+    assert gathered == pytest.approx(2 * layers + head, rel=0.01)
+    assert not [c for c in large if c.kind == "all-reduce"]
+    # 24 kernels a layer: forward, dq and dkv in each of 8 steps; outputs are saved by name, so the forward ring is not repeated
+    assert program.custom_calls["mosaic_gpu_v2"] == 32 * 24
+
+
+@pytest.mark.parametrize(
+    ("on", "overrides", "limit"),
+    [
+        ("h100:4", ["mesh.sequence=4"], 60),
+        ("h100:8", ["data.seq_len=524288", "model.max_position_embeddings=524288", "model.remat=full"], 60),
+    ],
+    ids=["131072-on-4", "524288-on-8"],
+)
+def test_longer_and_fewer(on, overrides, limit):
+    facts = plan.report(load(*overrides), on)
+    assert facts["memory_gib"]["need"] <= limit and all(
+        c["asynchronous"] for c in facts["collectives"] if c["bytes"] > 2**20
+    )
+
+
+def test_a_million_tokens_on_8_with_layer_inputs_in_host_memory():
+    facts = plan.report(load(name="llama3_8b_1m"), "h100:8")
+    assert facts["memory_gib"]["need"] <= 60
+    assert facts["memory_gib"]["host"] == pytest.approx(32 * 131072 * 4096 * 2 / GIB, rel=0.01)
+
+
+def test_activations_fall_with_the_axis():
+    """Bytes that one more token of the row costs a device: on 8 devices at most 1 / (0.9 x 8) of what it costs on one."""
+    sizes = ["model.vocab_size=4096", "loss.chunk_size=512"]
+    slope = {}
+    for n, lengths in ((1, (16384, 32768)), (8, (65536, 131072))):
+        small, large = (
+            plan.report(load(*sizes, f"mesh.sequence={n}", f"data.seq_len={length}"), f"h100:{n}")["memory_gib"]
+            for length in lengths
+        )
+        slope[n] = (large["temporaries"] - small["temporaries"]) / (lengths[1] - lengths[0])
+    assert slope[1] / slope[8] >= 0.9 * 8, slope
+
+
+def attention_memory(ranks, length, heads=32, kv_heads=8, head_dim=128, backward=True):
+    """Bytes of temporaries of attention alone over a ring, `length` tokens a device."""
+    mesh = sharding.make_mesh(sharding.MeshConfig(data=1, sequence=ranks), plan.devices(f"h100:{ranks}"))
+    with jax.set_mesh(mesh), plan.uncached():
+        place = NamedSharding(mesh, P(None, "sequence"))
+        array = lambda *shape, dtype: jax.ShapeDtypeStruct((1, ranks * length, *shape), dtype, sharding=place)
+        q, k = array(heads, head_dim, dtype=jnp.bfloat16), array(kv_heads, head_dim, dtype=jnp.bfloat16)
+        interval = array(dtype=jnp.int32)
+
+        def total(*arrays):
+            out = attention(*arrays, AttentionConfig(communication="ring"), layout="zigzag")
+            return jnp.sum(out.astype(jnp.float32))
+
+        function = jax.grad(total, (0, 1, 2)) if backward else total
+        lowered = jax.jit(function).trace(q, k, k, interval, interval).lower(lowering_platforms=("cuda",))
+        return lowered.compile(plan.OPTIONS).memory_analysis().temp_size_in_bytes
+
+
+def test_memory_of_attention_alone_is_the_formula_and_does_not_grow_with_the_ring():
+    """Residuals q, k, v, out (bf16) and lse, and beside them what travels: keys and values once more, and in float32 the carry forward; dq and
+    two buffers of dk, dv backward."""
+    length, heads, kv_heads, head_dim = 16384, 32, 8, 128
+    q, kv = 2 * length * heads * head_dim, 4 * length * kv_heads * head_dim
+    residuals = 2 * q + kv + 4 * length * heads
+    forward, backward = 2 * q + kv, 2 * q + 2 * (2 * kv) + kv
+    assert attention_memory(8, length, backward=False) <= 1.1 * (residuals + forward)
+    on_8 = attention_memory(8, length)
+    assert on_8 <= 1.1 * (residuals + backward)
+    assert attention_memory(4, length) == pytest.approx(on_8, rel=0.01)
