@@ -45,12 +45,16 @@ def row_layout(num_shards: int, length: int, window: int | None) -> str:
     return "contiguous" if num_shards == 1 or (window is not None and window < length) else "zigzag"
 
 
+def is_hopper(device_kind: str) -> bool:
+    return device_kind.startswith("NVIDIA") and re.search(r"\bG?H(100|200|800|20)\b", device_kind) is not None
+
+
 def _unfit(backend: str, device_kind: str, dtype, head_dim: int) -> str | None:
     """Why this backend cannot serve; None where it can."""
     if backend == "xla":
         return None
     nvidia = device_kind.startswith("NVIDIA")
-    if backend == "hopper" and not (nvidia and re.search(r"\bG?H(100|200|800|20)\b", device_kind)):
+    if backend == "hopper" and not is_hopper(device_kind):
         return f"its kernels are for NVIDIA's Hopper GPUs (H100, H200), and the device is {device_kind!r}"
     if backend in ("triton", "cudnn") and not nvidia:
         return f"its kernels are for NVIDIA GPUs, and the device is {device_kind!r}"
@@ -73,26 +77,38 @@ def choose_backend(config: AttentionConfig, device_kind: str, dtype, head_dim: i
 
 
 def choose_communication(
-    config: AttentionConfig, num_shards: int, length: int, heads: int, kv_heads: int, device_kind: str
+    config: AttentionConfig,
+    num_shards: int,
+    length: int,
+    heads: int,
+    kv_heads: int,
+    device_kind: str,
+    window: int | None = None,
 ) -> tuple[str, str]:
     """("ring" or "allgather", the reason in words) for `length` tokens on each of `num_shards` devices.
 
-    A ring step computes 2 L^2 D H FLOPs forward (a balanced causal step) while 4 L K D bytes of bfloat16 keys and values travel; backward
-    2.5 times the FLOPs and 4 + 8 bytes, for gradients travel in float32. At rates F and F_b FLOP/s over a link of W bytes/s a hop hides
-    behind its kernel where L >= 2 K F / (H W) and L >= 12 K F_b / (5 H W). Assumed: 60% and 45% of the device's peak, 80% of its link.
+    A ring step computes 2 L W D H FLOPs forward (a balanced causal step; W = L, or the window where that is shorter) while 4 L K D bytes of bfloat16
+    keys and values travel; backward 2.5 times the FLOPs and 4 + 8 bytes, for gradients travel in float32. At rates F and F_b FLOP/s over a link of
+    V bytes/s a hop hides behind its kernel where W >= 2 K F / (H V) and W >= 12 K F_b / (5 H V). Assumed: 60% and 45% of the device's peak, 80%
+    of its link; for a device that jaxllm.hardware does not list, those of the H100.
     """
     if config.communication != "auto":
         return config.communication, "attention.communication asks for it"
-    card = hardware.of(device_kind) or hardware.HARDWARE["h100"]
-    inside = num_shards <= _NODE
-    link = 0.8 * (card.nvlink_bandwidth if inside else card.nic_bandwidth or card.nvlink_bandwidth)
-    ratio = kv_heads / (heads * link)
+    listed = hardware.of(device_kind)
+    card, inside = listed or hardware.HARDWARE["h100"], num_shards <= _NODE
+    name = card.name if listed else f"as for {card.name}, {device_kind} is not listed"
+    link = card.nvlink_bandwidth if inside else card.nic_bandwidth
+    if link is None:
+        return "allgather", f"{num_shards} devices are more than a node, and no link between nodes is known ({name})"
+    link *= 0.8
+    ratio, work = kv_heads / (heads * link), length if window is None else min(length, window)
     needed = max(2 * ratio * 0.6 * card.bf16_flops, 12 / 5 * ratio * 0.45 * card.bf16_flops)
-    choice, relation = ("ring", "hides") if length >= needed else ("allgather", "would not hide")
+    choice, relation = ("ring", "hides") if work >= needed else ("allgather", "would not hide")
+    keys = f"{length} tokens a device" + (f", {work} keys for each" if work < length else "")
     where = f"{'inside a node' if inside else 'between nodes'}, {link / 1e9:.0f} GB/s"
-    return choice, (
-        f"{length} tokens a device; a hop {relation} behind its kernel, which takes {needed:.0f} tokens "
-        f"({heads}/{kv_heads} heads, {card.name} {where})"
+    return (
+        choice,
+        f"{keys}; a hop {relation} behind its kernel, which takes {needed:.0f} ({heads}/{kv_heads} heads, {name}, {where})",
     )
 
 
@@ -114,7 +130,7 @@ def describe(config: AttentionConfig, model, compute: str, seq_len: int) -> str:
         return line
     length = -(-seq_len // (2 * shards)) * 2
     heads = model.num_attention_heads, model.num_key_value_heads
-    way, reason = choose_communication(config, shards, length, *heads, kind)
+    way, reason = choose_communication(config, shards, length, *heads, kind, model.sliding_window)
     return f"{line}, {row_layout(shards, seq_len, model.sliding_window)} over {shards} devices, {way} ({reason})"
 
 
@@ -139,7 +155,7 @@ def attention(
         return checkpoint_name((over if axis_size(*AXES) > 1 else local)(q, k, v, k_start, k_end), "attn_out")
     if shards == 1:
         return _over_mesh(q, k, v, k_start, k_end, Plan(backend, aligned=True), axis_size(*AXES) > 1)
-    communication, _ = choose_communication(config, shards, q.shape[1] // shards, q.shape[2], k.shape[2], kind)
+    communication, _ = choose_communication(config, shards, q.shape[1] // shards, q.shape[2], k.shape[2], kind, window)
     return _over_mesh(q, k, v, k_start, k_end, Plan(backend, "sequence", layout, communication, window), True)
 
 

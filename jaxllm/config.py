@@ -35,6 +35,7 @@ from jaxllm.loss import LossConfig
 from jaxllm.metrics import LoggingConfig
 from jaxllm.models import FAMILIES
 from jaxllm.models.decoder import ModelConfig
+from jaxllm.moe import MoEConfig
 from jaxllm.optim import OptimizerConfig, learning_rate
 from jaxllm.section import Section, UserError
 from jaxllm.sharding import AXES, BATCH, MeshConfig
@@ -53,6 +54,7 @@ class Config(Section):
     mesh: MeshConfig = pydantic.Field(default_factory=MeshConfig)
     precision: PrecisionConfig = pydantic.Field(default_factory=PrecisionConfig)
     attention: AttentionConfig = pydantic.Field(default_factory=AttentionConfig)
+    moe: MoEConfig = pydantic.Field(default_factory=MoEConfig)
     loss: LossConfig = pydantic.Field(default_factory=LossConfig)
     optimizer: OptimizerConfig = pydantic.Field(default_factory=OptimizerConfig)
     data: DataConfig = pydantic.Field(default_factory=DataConfig)
@@ -115,7 +117,15 @@ def load_config(path: str | Path | None, *overrides: str, resolve_path: bool = T
     if ("model", "revision") in folder:  # the commit that was found, also where a branch was asked for
         settings["model", "revision"] = folder["model", "revision"]
     problems += _contradictions(folder, settings) + _unknown_keys(settings)
-    for key in (("model", "rope_parameters"), ("model", "max_position_embeddings")):
+    rope, longest = ("model", "rope_parameters"), ("model", "max_position_embeddings")
+    if longest in folder and settings[longest].value != folder[longest].value and settings[rope] == folder.get(rope):
+        given, own = settings[longest], folder[longest].value
+        if isinstance(given.value, int) and given.value > own:
+            problems.append(
+                f"model.max_position_embeddings: {given.value} ({given.source}) is more than the {own} of {folder[longest].source}; positions behind "
+                "those mean nothing to this model unless model.rope_parameters are scaled with them"
+            )
+    for key in (rope, longest):
         if key in folder and settings[key].value != folder[key].value:
             logger.warning(
                 "%s: %s (%s) replaces %s of %s; the model's positions mean something else than in its training",

@@ -40,7 +40,7 @@ def from_hf(source: str, destination, dtype: str | None = None) -> None:
     with jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:1])):
         wanted = {
             path: jax.ShapeDtypeStruct(array.shape, dtype, sharding=array.sharding)
-            for path, array in declare(config.model, config.precision, config.attention)[1].items()
+            for path, array in declare(config.model, config.precision, config.attention, config.moe)[1].items()
         }
         weights = FAMILIES[config.model.family].hf_weights(config.model)
         params = hf.load_params(model, weights, wanted, on_nan="warn")

@@ -130,12 +130,36 @@ class ModelFolder:
         ]
         if lost:
             raise UserError(f"{self.path / INDEX} and the files there disagree:\n{_listing(lost)}\nFetch all again.")
+        self.tensors = _experts_apart(self.tensors)
 
     @property
     def dtype(self) -> np.dtype:
         """The dtype of all tensors; where they differ float32, which holds every 16-bit float exactly."""
         found = {tensor.dtype for name, tensor in self.tensors.items() if not _HARMLESS.search(name)}
         return DTYPES.get(found.pop() if len(found) == 1 else "F32", DTYPES["F32"])
+
+
+def _experts_apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Mixtral's fused layout (mlp.experts.gate_up_proj [E, 2 F, D] with the gate's rows first, mlp.experts.down_proj [E, D, F], mlp.gate) under the
+    names of the other one (block_sparse_moe.experts.E.w1, w3 and w2, block_sparse_moe.gate): each matrix lies in one piece."""
+    apart = {}
+    for name, tensor in tensors.items():
+        prefix, fused, matrix = name.partition(".mlp.experts.")
+        parts = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}.get(matrix) if fused else None
+        if name.endswith(".mlp.gate.weight"):
+            renamed = name.replace(".mlp.gate.", ".block_sparse_moe.gate.")
+            apart[renamed] = dataclasses.replace(tensor, name=renamed)
+        elif parts is None or len(tensor.shape) != 3 or tensor.shape[1] % len(parts) or tensor.dtype not in DTYPES:
+            apart[name] = tensor
+        else:
+            num_experts, num_rows, width = tensor.shape
+            shape = (num_rows // len(parts), width)
+            size = math.prod(shape) * DTYPES[tensor.dtype].itemsize
+            for n in range(num_experts * len(parts)):
+                expert, part = divmod(n, len(parts))
+                one = f"{prefix}.block_sparse_moe.experts.{expert}.{parts[part]}.weight"
+                apart[one] = Tensor(one, tensor.file, tensor.dtype, shape, tensor.offset + n * size)
+    return apart
 
 
 def _files(folder: Path) -> tuple[list[str], dict[str, str]]:

@@ -192,11 +192,14 @@ class Schedule:
     kernels: int
     branches: int
     copies: list[str]
-    """Types of the arrays that the computation copies."""
+    """Types of the arrays that the computation copies or cuts out of others, in instructions of their own or fusions of nothing else."""
 
     @property
     def hops(self) -> int:
         return len(self.between)
+
+
+_MOVEMENT = {"parameter", "constant", "slice", "dynamic-slice", "copy", "bitcast", "reshape", "transpose"}
 
 
 def schedules(text: str, kind: str) -> list[Schedule]:
@@ -204,6 +207,7 @@ def schedules(text: str, kind: str) -> list[Schedule]:
     computations, _ = _parse(text)
     ours = lambda i: i.op == "custom-call" and "__cublas" not in i.rest and "mosaic" in i.rest
     inside = {name for name, instructions in computations.items() if any(map(ours, instructions))}
+    moves = {name for name, instructions in computations.items() if {i.op for i in instructions} <= _MOVEMENT}
     found = []
     for name, instructions in computations.items():
         running, between, kernels = {}, [], 0
@@ -228,7 +232,12 @@ def schedules(text: str, kind: str) -> list[Schedule]:
                 synchronous=sum('"is_sync":true' in i.rest for i in starts),
                 kernels=kernels,
                 branches=sum(i.op == "conditional" for i in instructions),
-                copies=[i.result for i in instructions if i.op in ("copy", "copy-start")],
+                copies=[
+                    i.result
+                    for i in instructions
+                    if i.op in ("copy", "copy-start", "slice", "dynamic-slice")
+                    or (i.op == "fusion" and moves & {*re.findall(r"calls=%?([\w.-]+)", i.rest)})
+                ],
             )
         )
     return found

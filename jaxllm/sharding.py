@@ -25,7 +25,7 @@ WEIGHTS = ("data", "sequence", "expert")
 
 AT_REST = {
     "batch": BATCH, "sequence": "sequence", "embed": WEIGHTS, "bias": WEIGHTS, "experts": "expert",
-    "heads": None, "kv_heads": None, "head_dim": None, "mlp": None, "vocab": None, "layers": None,
+    "heads": None, "kv_heads": None, "head_dim": None, "mlp": None, "vocab": None, "layers": None, "router": None,
 }  # fmt: skip
 IN_USE = {**AT_REST, "embed": None, "bias": None}
 

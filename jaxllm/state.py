@@ -18,6 +18,9 @@ from jaxllm.attention import AttentionConfig
 from jaxllm.linear import PrecisionConfig
 from jaxllm.models import FAMILIES
 from jaxllm.models.decoder import Decoder, ModelConfig
+from jaxllm.moe import MoEConfig
+
+_NO_MOE = MoEConfig()  # what dense models do not read
 
 
 @jax.tree_util.register_dataclass
@@ -33,21 +36,20 @@ class TrainState:
     opt_state: Any
 
 
-def _build(model: ModelConfig, precision: PrecisionConfig, attention: AttentionConfig, seed):
-    decoder = Decoder(
-        model, precision, attention, FAMILIES[model.family].Block, rngs=nnx.Rngs(params=jax.random.key(seed))
-    )
+def _build(model: ModelConfig, precision: PrecisionConfig, attention: AttentionConfig, moe: MoEConfig, seed):
+    rngs = nnx.Rngs(params=jax.random.key(seed))
+    decoder = Decoder(model, precision, attention, moe, FAMILIES[model.family].Block, rngs=rngs)
     graphdef, variables = nnx.split(decoder)
     return graphdef, dict(nnx.to_flat_state(variables))
 
 
-def declare(model: ModelConfig, precision: PrecisionConfig, attention: AttentionConfig):
+def declare(model: ModelConfig, precision: PrecisionConfig, attention: AttentionConfig, moe: MoEConfig = _NO_MOE):
     """(graphdef, {path: ShapeDtypeStruct with its sharding at rest}) on the current mesh; nothing is allocated."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         raise ValueError("no mesh: call this under `with jax.set_mesh(jaxllm.make_mesh(cfg.mesh)):`")
     mesh = jax.sharding.get_mesh()
-    graphdef, variables = jax.eval_shape(functools.partial(_build, model, precision, attention), 0)
+    graphdef, variables = jax.eval_shape(functools.partial(_build, model, precision, attention, moe), 0)
     params = {}
     for path, variable in variables.items():
         value, axes = variable.get_value(), variable.get_metadata()["axes"]
@@ -59,12 +61,17 @@ def declare(model: ModelConfig, precision: PrecisionConfig, attention: Attention
 
 
 def initialise(
-    abstract: dict, model: ModelConfig, precision: PrecisionConfig, attention: AttentionConfig, seed: int
+    abstract: dict,
+    model: ModelConfig,
+    precision: PrecisionConfig,
+    attention: AttentionConfig,
+    seed: int,
+    moe: MoEConfig = _NO_MOE,
 ) -> dict:
     """New random parameters, created where they rest; the same values on every mesh."""
 
     def make(seed):
-        variables = _build(model, precision, attention, seed)[1]
+        variables = _build(model, precision, attention, moe, seed)[1]
         return {"/".join(map(str, path)): variable.get_value() for path, variable in variables.items()}
 
     make = jax.jit(make, out_shardings={path: leaf.sharding for path, leaf in abstract.items()})

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxllm import checkpoint, hf, optim
+from jaxllm import checkpoint, hf, moe, optim
 from jaxllm import state as states
 from jaxllm.config import Config
 from jaxllm.hub import resolve_model_path
@@ -24,7 +24,7 @@ from jaxllm.state import TrainState
 
 def abstract_state(cfg: Config):
     """(graphdef, TrainState of ShapeDtypeStructs with shardings) on the current mesh: what `init_state` makes, without making it."""
-    graphdef, params = states.declare(cfg.model, cfg.precision, cfg.attention)
+    graphdef, params = states.declare(cfg.model, cfg.precision, cfg.attention, cfg.moe)
     opt_state = states.abstract_opt_state(optim.make_optimizer(cfg.optimizer), params)
     return graphdef, TrainState(step=states.abstract_step(), params=params, frozen={}, fp8={}, opt_state=opt_state)
 
@@ -33,7 +33,7 @@ def init_state(cfg: Config):
     """(graphdef, TrainState) at step 0 on the current mesh: weights from cfg.model.path, or random from cfg.seed."""
     graphdef, abstract = abstract_state(cfg)
     if cfg.model.path is None:
-        params = states.initialise(abstract.params, cfg.model, cfg.precision, cfg.attention, cfg.seed)
+        params = states.initialise(abstract.params, cfg.model, cfg.precision, cfg.attention, cfg.seed, cfg.moe)
     else:
         folder, _ = resolve_model_path(cfg.model.path, cfg.model.revision)
         if (folder / "config.json").is_file():
@@ -51,26 +51,53 @@ def start(cfg: Config, abstract: TrainState, params: dict) -> TrainState:
     return TrainState(step=step, params=params, frozen={}, fp8={}, opt_state=opt_state)
 
 
-def _sums(graphdef, params, rows, cfg: Config):
-    """(total, parts) of one microbatch, undivided; `total` is what is differentiated."""
+def _hidden(graphdef, params, rows):
+    """(final hidden states, what the layers record, head) of one microbatch."""
     model = states.merge(graphdef, params)
-    hidden = model(rows.tokens, rows.positions, rows.k_start, rows.k_end, rows.layout, rows.row_length)
+    hidden, seen = model(rows.tokens, rows.positions, rows.k_start, rows.k_end, rows.layout, rows.row_length)
+    return hidden, seen, model.head
+
+
+def _sums(graphdef, params, rows, cfg: Config, step=None):
+    """(total, parts) of one microbatch, undivided; `total` is what is differentiated. step: see `_whole_step`; None leaves the router's losses out."""
+    hidden, seen, head = _hidden(graphdef, params, rows)
     with jax.named_scope("loss"):
         total, loss_sum, z_sum = cross_entropy(
             hidden,
-            model.head,
+            head,
             rows.targets,
             rows.loss_weights,
             cfg.loss,
             cfg.precision.compute,
             cfg.precision.gradient_reduce,
         )
-    return total, {"loss_sum": loss_sum, "z_sum": z_sum}
+    parts = {"loss_sum": loss_sum, "z_sum": z_sum}
+    if seen and step is not None:
+        trained, num_tokens, counts = step
+        counts = seen["counts"] if counts is None else counts
+        balance, z = moe.auxiliary(seen, counts, num_tokens, cfg.moe.aux_loss)
+        total += trained * (cfg.model.router_aux_loss_coef * balance + cfg.moe.z_loss * z)
+        parts |= {"seen": seen, "balance": balance, "router_z": z}
+    return total, parts
+
+
+def _whole_step(graphdef, params, batch, cfg: Config):
+    """What the router's losses need of all microbatches before one is differentiated: (trained tokens, real tokens, assignments f32[layers, E] of each
+    expert or None where there is one microbatch, whose own they are). Several cost one more forward pass: the shares of experts multiply the
+    gradient, so losses of the parts, each with shares of its own, would not add up to the step's."""
+    trained = jnp.maximum(jnp.sum(batch.loss_weights), 1.0)
+    real = jnp.maximum(jnp.sum(batch.k_end > batch.k_start).astype(jnp.float32), 1.0)
+    if batch.tokens.shape[0] == 1 or not cfg.model.router_aux_loss_coef:
+        return trained, real, None
+    counted = lambda total, rows: (total + _hidden(graphdef, params, rows)[1]["counts"], None)
+    zeros = jnp.zeros((cfg.model.num_hidden_layers, cfg.model.num_local_experts))
+    return trained, real, jax.lax.scan(counted, zeros, batch)[0]
 
 
 def gradients(graphdef, params: dict, batch, cfg: Config):
     """(gradients of the summed loss {path: f32}, parts) over all microbatches of `batch`, undivided."""
-    one = jax.value_and_grad(lambda p, rows: _sums(graphdef, p, rows, cfg), has_aux=True)
+    whole = _whole_step(graphdef, params, batch, cfg) if cfg.model.num_local_experts else None
+    one = jax.value_and_grad(lambda p, rows: _sums(graphdef, p, rows, cfg, whole), has_aux=True)
     if batch.tokens.shape[0] == 1:  # no accumulator
         (_, parts), grads = one(params, jax.tree.map(lambda x: x[0], batch))
         return grads, parts
@@ -79,7 +106,8 @@ def gradients(graphdef, params: dict, batch, cfg: Config):
         (_, parts), grads = one(params, rows)
         return jax.tree.map(jnp.add, carry, (grads, parts)), None
 
-    zeros = {"loss_sum": jnp.zeros(()), "z_sum": jnp.zeros(())}
+    shapes = jax.eval_shape(one, params, jax.tree.map(lambda x: x[0], batch))[0][1]
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     carry, _ = jax.lax.scan(microbatch, (jax.tree.map(jnp.zeros_like, params), zeros), batch)
     return carry
 
@@ -88,7 +116,7 @@ def make_train_step(graphdef, cfg: Config):
     """step(state, batch) -> (state, metrics), compiled on first use; `state` is consumed.
 
     metrics (device scalars): loss (mean over trained tokens, without z-loss), z_loss, grad_norm (before clipping), learning_rate, tokens
-    (trained), bad (the step was left out)."""
+    (trained), bad (the step was left out). With experts also aux_loss and router_z_loss (unweighted), and those of `moe.report`."""
     optimizer = optim.make_optimizer(cfg.optimizer)
     schedule = optim.learning_rate(cfg.optimizer, cfg.steps)
 
@@ -113,6 +141,10 @@ def make_train_step(graphdef, cfg: Config):
             "tokens": tokens,
             "bad": ~good,
         }
+        if "seen" in parts:
+            num_tokens = jnp.maximum(jnp.sum(batch.k_end > batch.k_start).astype(jnp.float32), 1.0)
+            metrics |= {"aux_loss": parts["balance"], "router_z_loss": parts["router_z"]}
+            metrics |= moe.report(parts["seen"], num_tokens, cfg.model.num_experts_per_tok)
         return TrainState(state.step + 1, params, state.frozen, state.fp8, opt_state), metrics
 
     return jax.jit(train_step, donate_argnums=0)
@@ -140,7 +172,7 @@ def logits(graphdef, state: TrainState, tokens):
     tokens = jnp.pad(tokens, [(0, -B % axis_size(*BATCH)), (0, -T % axis_size("sequence"))])
     index = jnp.broadcast_to(jnp.expand_dims(jnp.arange(tokens.shape[1], dtype=jnp.int32), 0), tokens.shape)
     model = states.merge(graphdef, state.params)
-    hidden = model(tokens, index, jnp.zeros_like(index), index + 1)
+    hidden, _ = model(tokens, index, jnp.zeros_like(index), index + 1)
     head = gather(model.head, HEAD_NAMES, hidden.dtype)
     dims = (((2,), (1,)), ((), ()))
     return jax.lax.dot_general(hidden, head, dims, preferred_element_type=jnp.float32)[:B, :T]

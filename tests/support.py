@@ -132,7 +132,8 @@ def finish(processes, timeout=120):
 
 
 def hugging_face(seed=0, **options):
-    """A transformers Llama (a Mistral, with sliding_window) with random weights large enough that every term shows, in float32."""
+    """A transformers Llama (a Mistral with sliding_window, a Mixtral with num_local_experts), in float32, with random weights large enough that
+    every term shows."""
     import torch
     import transformers
 
@@ -141,7 +142,7 @@ def hugging_face(seed=0, **options):
         max_position_embeddings=256, attn_implementation="eager",
     )  # fmt: skip
     torch.manual_seed(seed)
-    kind = "Mistral" if "sliding_window" in options else "Llama"
+    kind = "Mixtral" if "num_local_experts" in options else "Mistral" if "sliding_window" in options else "Llama"
     settings = getattr(transformers, f"{kind}Config")(**{**sizes, **options})
     model = getattr(transformers, f"{kind}ForCausalLM")(settings).eval()
     for parameter in model.parameters():
@@ -151,14 +152,25 @@ def hugging_face(seed=0, **options):
 
 
 def ours(named_arrays, table, like):
-    """Hugging Face tensors {name: numpy} as our parameters {path: numpy}, after the table; for gradients as well."""
+    """Hugging Face tensors {name: numpy} as our parameters {path: numpy}, after the table; for gradients as well. Fused experts, as transformers 5
+    holds them in memory, are taken apart into the names that it writes."""
+    named_arrays = dict(named_arrays)
+    for name in [name for name in named_arrays if ".mlp.experts." in name or ".mlp.gate.weight" in name]:
+        array, prefix = named_arrays.pop(name), name.partition(".mlp.")[0] + ".block_sparse_moe"
+        if name.endswith("mlp.gate.weight"):
+            named_arrays[f"{prefix}.gate.weight"] = array
+        for e, matrix in enumerate(array) if ".experts." in name else ():
+            parts = {"w2": matrix}
+            if name.endswith("gate_up_proj"):
+                parts = dict(zip(("w1", "w3"), np.split(matrix, 2), strict=True))
+            named_arrays |= {f"{prefix}.experts.{e}.{part}.weight": value for part, value in parts.items()}
     out = {}
     for path, weight in table.items():
         shape = like[path].shape
+        leading = [name for name in ("layer", "expert") if f"{{{name}}}" in weight.name]
         turn = (lambda a: a.T) if weight.kind == "linear" else (lambda a: a)
-        if "{layer}" in weight.name:
-            layers = [turn(named_arrays[weight.name.format(layer=n)]).reshape(shape[1:]) for n in range(shape[0])]
-            out[path] = np.stack(layers)
-        else:
-            out[path] = turn(named_arrays[weight.name]).reshape(shape)
+        own = shape[len(leading) :]
+        places = np.ndindex(*shape[: len(leading)])
+        found = [weight.name.format(**dict(zip(leading, place, strict=True))) for place in places]
+        out[path] = np.stack([turn(named_arrays[name]).reshape(own) for name in found]).reshape(shape)
     return out

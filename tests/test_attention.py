@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.attention import AttentionConfig, choose_backend, choose_communication, one_document
+from jaxllm.attention import AttentionConfig, choose_backend, choose_communication, describe, one_document
 from jaxllm.attention import attention as attention_over_mesh
 from jaxllm.section import UserError
 from jaxllm_kernels import Plan, attention, attention_forward, reference, windowed
@@ -204,6 +204,44 @@ def test_ring_or_allgather_by_the_inequality():
     assert name == "allgather" and "between nodes" in why and "40 GB/s" in why
     forced = AttentionConfig(communication="ring")
     assert choose_communication(forced, 8, 2, 32, 8, "cpu") == ("ring", "attention.communication asks for it")
+    windowed_ = choose_communication(AttentionConfig(), 8, 16384, 32, 8, H100, 128)
+    assert windowed_[0] == "allgather" and "128 keys for each" in windowed_[1]
+    assert "as for H100 SXM, cpu is not listed" in choose_communication(AttentionConfig(), 8, 4096, 32, 8, "cpu")[1]
+    assert choose_communication(AttentionConfig(), 16, 65536, 32, 8, "NVIDIA L40S")[0] == "allgather"
+
+
+def test_what_is_chosen_is_said():
+    with jax.set_mesh(mesh(sequence=4)):
+        cfg = tiny("data.seq_len=57")
+        said = describe(cfg.attention, cfg.model, cfg.precision.compute, cfg.data.seq_len)
+    assert said.startswith("attention: xla, zigzag over 4 devices, allgather (16 tokens a device; a hop would not hide")
+    with jax.set_mesh(mesh(data=2)):
+        assert describe(cfg.attention, cfg.model, cfg.precision.compute, 64) == "attention: xla"
+
+
+def test_inputs_that_do_not_go_together_are_refused(rng):
+    q, k, v, k_start, k_end, _ = inputs(rng)
+    for arrays, said in (
+        ((q, k, v[:, :, :1], k_start, k_end), r"k, v \[B, S, K, D\]"),
+        ((q, k[..., :8], v[..., :8], k_start, k_end), "one B and one D"),
+        ((q, k.astype(np.float16), v.astype(np.float16), k_start, k_end), "one dtype"),
+        ((q[:, :, :3], k, v, k_start, k_end), "multiple of the key heads"),
+        ((q, k, v, k_start[0], k_end), r"k_start int32\[2, 96\]"),
+        ((q, k, v, k_start, k_end.astype(np.float32)), r"k_end int32\[2, 96\], got float32"),
+        ((q, k[:, :90], v[:, :90], k_start, k_end), "T == S for self-attention"),
+        ((q[:, :0], k[:, :0], v[:, :0], k_start[:, :0], k_end[:, :0]), "at least one query"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            attention(*arrays, aligned=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_gradient_that_comes_back_to_padding_has_no_influence(rng, backend):
+    q, k, v, k_start, k_end, weight = inputs(rng)
+    padding = (k_end == k_start)[..., None, None]
+    pull = jax.vjp(lambda *a: attention(*a, k_start, k_end, backend=backend, aligned=True), q, k, v)[1]
+    clean, dirty = (pull(np.where(padding, np.float32(filler), weight)) for filler in (0.0, np.nan))
+    assert all(np.array_equal(a, b) for a, b in zip(clean, dirty, strict=True))
 
 
 def test_rows_of_one_document_for_cudnn(rng):

@@ -4,6 +4,10 @@ The interpreter checks arithmetic, indices, barriers and races of plain memory. 
 early, nor speed; what the GPU's compiler makes of the kernels is in h100/test_hopper_plans.py.
 """
 
+import functools
+import sys
+import types
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -12,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxllm_kernels import attention, ring, token_order
 from jaxllm_kernels import attention_hopper as hopper
 from jaxllm_kernels.attention_hopper_kernels import Plan
 from support import error
@@ -272,3 +277,63 @@ def test_what_fits_no_kernel_is_refused_by_name():
     }.items():
         with pytest.raises(ValueError, match="hopper attention needs .*" + message):
             call()
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    """`attention(backend="hopper")` in the interpreter."""
+    options = {
+        name: functools.partial(getattr(hopper, name), interpret=True) for name in ("forward", "fold", "dq", "dkv")
+    }
+    kept = {name: getattr(hopper, name) for name in ("empty", "finish", "TILE", "HEAD_DIMS", "PAIRED")}
+    module = types.SimpleNamespace(**options, **kept)
+    monkeypatch.setitem(sys.modules, "jaxllm_kernels.attention_hopper", module)
+    return module
+
+
+@interpreted
+def test_lengths_and_head_dims_between_the_kernels_are_completed(backend):
+    rng = np.random.default_rng(0)
+    q, k, v, w = (jnp.asarray(rng.standard_normal((1, 150, n, 40)), jnp.bfloat16) for n in (2, 1, 1, 2))
+    ends = jnp.arange(1, 151, dtype=jnp.int32)[None]
+    starts = jnp.where(ends > 60, 60, 0)
+    got, pull = jax.vjp(lambda *a: attention(*a, starts, ends, backend="hopper", aligned=True), q, k, v)
+    wide = tuple(np.asarray(x, np.float32) for x in (q, k, v))
+    out, _, _, *grads = oracle(*wide, np.asarray(w, np.float32), np.asarray(starts), np.asarray(ends))
+    for ours, exact in zip((got, *pull(w)), (out, *grads), strict=True):
+        assert error(np.asarray(ours, np.float32), exact) < 8e-3
+
+
+@interpreted
+def test_a_ring_of_two_computed_rank_by_rank(backend):
+    """What `ring_forward` and `ring_backward` ask of the kernels, in their order, with keys and values in one array; the interpreter knows one device only."""
+    rng, ranks, length, scale = np.random.default_rng(1), 2, 128, 64**-0.5
+    q, k, v, w = (jnp.asarray(rng.standard_normal((1, 256, n, 64)), jnp.bfloat16) for n in (2, 1, 1, 2))
+    ends = jnp.asarray(np.where(np.arange(256) < 250, np.arange(1, 257), 0)[None].astype(np.int32))
+    starts = jnp.where(ends > 100, 100, 0)
+    order = token_order("zigzag", ranks, 256)
+    part = lambda x, r: x[:, order][:, r * length : (r + 1) * length]
+    kv = [jnp.stack([part(k, r), part(v, r)]) for r in range(ranks)]
+    interval = lambda r, s: [ring.local_interval(part(x, r), "zigzag", ranks, s, length) for x in (starts, ends)]
+    outs, dqs, dkvs = [], [], [jnp.zeros((2, 1, length, 1, 64))] * ranks
+    for r in range(ranks):
+        carry = backend.empty(part(q, r))
+        for s in (r, (r - 1) % ranks):
+            carry = backend.fold(carry, part(q, r), kv[s], kv[s], *interval(r, s), scale=scale)
+        out, lse = backend.finish(carry, jnp.bfloat16)
+        do, dq = jnp.where((part(ends, r) > 0)[..., None, None], part(w, r), 0).astype(jnp.bfloat16), None
+        delta = jnp.moveaxis(jnp.sum(do.astype(jnp.float32) * out.astype(jnp.float32), -1), 1, 2)
+        for s in (r, (r - 1) % ranks):
+            args = (part(q, r), kv[s], kv[s], do, lse, delta, *interval(r, s))
+            dq = backend.dq(*args, into=dq, scale=scale)
+            dkvs[s] = dkvs[s] + jnp.stack(backend.dkv(*args, into=None, scale=scale))
+        outs.append(out)
+        dqs.append(dq)
+    together = lambda parts: np.asarray(jnp.concatenate([x.astype(jnp.float32) for x in parts], 1))[
+        :, np.argsort(order)
+    ]
+    got = [together(outs), together(dqs), *(together([x[n] for x in dkvs]) for n in range(2))]
+    wide = tuple(np.asarray(x, np.float32) for x in (q, k, v))
+    out, _, _, *grads = oracle(*wide, np.asarray(w, np.float32), np.asarray(starts), np.asarray(ends))
+    for ours, exact in zip(got, (out, *grads), strict=True):
+        assert error(ours, exact) < 8e-3

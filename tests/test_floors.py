@@ -12,8 +12,8 @@ FLOORS = [
     {"section"},
     {"sharding", "hardware", "hlo", "hub"},
     {"linear", "attention"},
-    {"layers"},
-    {"models", "models.decoder", "models.llama"},
+    {"layers", "moe"},
+    {"models", "models.decoder", "models.llama", "models.mixtral"},
     {
         "state",
         "loss",

@@ -192,7 +192,7 @@ def test_packed_documents_do_not_see_each_other():
         graphdef, state = step.init_state(cfg)
         packed = rows(num_rows=2, seed=3)
         run = jax.jit(
-            lambda s, r: states.merge(graphdef, s.params)(r["tokens"], r["positions"], r["k_start"], r["k_end"])
+            lambda s, r: states.merge(graphdef, s.params)(r["tokens"], r["positions"], r["k_start"], r["k_end"])[0]
         )
         got = np.asarray(run(state, packed))
         for r in range(2):

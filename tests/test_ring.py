@@ -330,7 +330,7 @@ def test_merging_with_lse_far_apart_or_infinite(far):
 # --- what is sent ----------------------------------------------------------------------------------------------------
 
 
-def program(ranks, layout, window, H=4, K=2, remat=None):
+def program(ranks, layout, window, H=4, K=2):
     q, k, v, k_start, k_end, weight = inputs(np.random.default_rng(0), B=1, H=H, K=K)
 
     def total(q, k, v):
@@ -353,12 +353,45 @@ def test_dead_steps_are_not_sent():
 
 
 def test_keys_are_never_repeated_for_their_query_heads():
-    text = program(4, "zigzag", None, H=8, K=2)
-    assert "1,16,2,16]" in text and "1,64,8,16]" in text
-    assert "2,1,16,8,16]" not in text  # keys and values of all query heads, as they would travel
+    """Five chunks of keys against three of queries, so that no other array has the shape of keys repeated for all query heads."""
+    q, k, v, k_start, k_end, _ = inputs(np.random.default_rng(0), B=1, length=80, H=8, K=2)
+    arrays = q[:, :48], k, v, k_start[:, :48], k_end[:, :48]
+    total = lambda q, k, v, *rows: jnp.sum(attention(q, k, v, *rows))
+    text = str(jax.make_jaxpr(jax.grad(total, (0, 1, 2)))(*arrays))
+    assert "1,80,2,16]" in text and "1,48,8,16]" in text
+    assert "1,80,8,16]" not in text and "8,80,16]" not in text
+
+
+def test_executed_tiles_are_the_same_on_every_rank():
+    """Tiles of 128 x 128 that the Hopper kernels' loop bounds visit over a causal ring, against a count of the tiles that hold a visible pair."""
+    from jaxllm_kernels import attention_hopper as hopper
+
+    ranks, length, plan = 4, 1024, hopper.FORWARD[128]
+    order = token_order("zigzag", ranks, ranks * length).reshape(ranks, -1)
+    visited = []
+    for rank in range(ranks):
+        visited.append(0)
+        for step in range(ranks):
+            keys = order[(rank - step) % ranks]
+            ends = ring.local_interval(jnp.asarray(order[rank] + 1), "zigzag", ranks, (rank - step) % ranks, length)
+            intervals = jnp.stack([jnp.zeros_like(ends), ends])[None].astype(jnp.int32)
+            bounds = np.asarray(hopper.row_bounds(intervals, plan))
+            count = int((bounds[..., 3] - bounds[..., 0]).sum())
+            seen = (keys[None] <= order[rank][:, None]).reshape(8, 128, 8, 128).any((1, 3))
+            assert count == seen.sum(), (rank, step)
+            visited[-1] += count
+    assert visited == [132] * ranks  # 32 x 33 / 2 tiles of the whole row, shared by four
 
 
 def test_a_plan_that_cannot_be_is_refused_by_name():
-    for field, value in (("backend", "cuda"), ("layout", "striped"), ("communication", "ulysses"), ("window", 0)):
+    for field, value in (
+        ("backend", "cuda"),
+        ("layout", "striped"),
+        ("communication", "ulysses"),
+        ("communication", "none"),
+        ("window", 0),
+        ("window", 2.5),
+        ("window", True),
+    ):
         with pytest.raises(ValueError, match=f"{field} = {value!r}"):
             Plan(**{field: value})

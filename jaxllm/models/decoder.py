@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxllm.attention import AttentionConfig
 from jaxllm.layers import Embedding, RMSNorm, check_rope, rope_frequencies, rotary_tables
 from jaxllm.linear import PrecisionConfig
+from jaxllm.moe import MoEConfig
 from jaxllm.section import Section
 from jaxllm.sharding import constrain
 
@@ -63,8 +64,9 @@ class ModelConfig(Section):
     remat: Literal["none", "dots", "attention", "full", "offload"] = "attention"
     """What the backward pass keeps of each block: everything; matmul and attention outputs; attention outputs; the block's input; the
     block's input, in host memory. The further right, the less memory and the more recomputation."""
-    family: Literal["llama", "mistral"] = "llama"
-    """Architecture: a key of jaxllm.models.FAMILIES. "mistral" is "llama" with a sliding window."""
+    family: Literal["llama", "mistral", "mixtral"] = "llama"
+    """Architecture: a key of jaxllm.models.FAMILIES. "mistral" is "llama" with a sliding window, "mixtral" that with a
+    mixture of experts."""
     vocab_size: int = pydantic.Field(32000, ge=1)
     hidden_size: int = pydantic.Field(512, ge=1)
     intermediate_size: int = pydantic.Field(1408, ge=1)
@@ -80,6 +82,14 @@ class ModelConfig(Section):
     """Longest row that the model is meant for, in tokens; a longer data.seq_len needs scaled rope_parameters."""
     sliding_window: int | None = pydantic.Field(None, ge=1)
     """Each token sees only this many last tokens, itself included; none: all of its document."""
+    num_local_experts: int | None = pydantic.Field(None, ge=1)
+    """Experts of each layer, in the family "mixtral" and there alone; likewise the three below."""
+    num_experts_per_tok: int | None = pydantic.Field(None, ge=1)
+    """Experts that each token goes through."""
+    router_aux_loss_coef: float | None = pydantic.Field(None, ge=0)
+    """Weight of the loss that balances the experts (moe.aux_loss)."""
+    router_jitter_noise: float | None = pydantic.Field(None, ge=0, le=0)
+    """Noise on the router's input; only 0 is supported."""
     rope_parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
     tie_word_embeddings: bool = False
     attention_bias: bool = False
@@ -117,17 +127,30 @@ class ModelConfig(Section):
             raise ValueError(
                 f'sliding_window = {self.sliding_window}: transformers ignores it in a Llama; take model.family = "mistral"'
             )
-        if self.family == "mistral" and (self.attention_bias or self.mlp_bias):
-            raise ValueError("attention_bias and mlp_bias: a Mistral has no biases")
+        experts = self.num_local_experts, self.num_experts_per_tok, self.router_aux_loss_coef, self.router_jitter_noise
+        if self.family == "mixtral" and None in experts:
+            raise ValueError(
+                "num_local_experts, num_experts_per_tok, router_aux_loss_coef and router_jitter_noise: a Mixtral needs all four"
+            )
+        if self.family == "mixtral" and self.num_experts_per_tok > self.num_local_experts:
+            raise ValueError(
+                f"num_experts_per_tok = {self.num_experts_per_tok} is more than num_local_experts = {self.num_local_experts}"
+            )
+        if self.family != "mixtral" and any(value is not None for value in experts):
+            raise ValueError(f"num_local_experts and its kin: the family {self.family!r} has no experts")
+        if self.family != "llama" and (self.attention_bias or self.mlp_bias):
+            raise ValueError(f"attention_bias and mlp_bias: the family {self.family!r} has no biases")
         check_rope(self.rope_parameters)
         rope_frequencies(self.rope_parameters, self.head_dim, self.max_position_embeddings, 1)
         return self
 
     @property
     def matmul_parameters(self) -> int:
-        """Weights that each token is multiplied by, lm_head included and the embedding look-up not."""
+        """Weights that each token is multiplied by, lm_head and its experts included, the embedding look-up and other experts not."""
         attention = 2 * self.hidden_size * self.head_dim * (self.num_attention_heads + self.num_key_value_heads)
         mlp = 3 * self.hidden_size * self.intermediate_size
+        if self.num_local_experts:
+            mlp = self.num_experts_per_tok * mlp + self.hidden_size * self.num_local_experts
         return self.num_hidden_layers * (attention + mlp) + self.vocab_size * self.hidden_size
 
     def flops_per_token(self, seq_len: int) -> float:
@@ -152,21 +175,29 @@ class Decoder(nnx.Module):
     """tokens -> final hidden states. `head` is the weight that the loss multiplies by: lm_head, or the embedding when tied."""
 
     def __init__(
-        self, config: ModelConfig, precision: PrecisionConfig, attention: AttentionConfig, make_block, *, rngs: nnx.Rngs
+        self,
+        config: ModelConfig,
+        precision: PrecisionConfig,
+        attention: AttentionConfig,
+        moe: MoEConfig,
+        make_block,
+        *,
+        rngs: nnx.Rngs,
     ):
         self.config, self.precision = config, precision
         size, stddev = config.hidden_size, config.initializer_range
         self.embed_tokens = Embedding(
             config.vocab_size, size, precision, rngs=rngs, stddev=stddev, pad_token_id=config.pad_token_id
         )
-        block = lambda layer_rngs: make_block(config, precision, attention, rngs=layer_rngs)
+        block = lambda layer_rngs: make_block(config, precision, attention, moe, rngs=layer_rngs)
         self.layers = stacked(block, config.num_hidden_layers, rngs)
         self.norm = RMSNorm(size, config.rms_norm_eps, precision)
         head = lambda: LMHead(config.vocab_size, size, precision, stddev=stddev, rngs=rngs)
         self.lm_head = None if config.tie_word_embeddings else head()
 
     def __call__(self, tokens, positions, k_start, k_end, layout="contiguous", row_length=None):
-        """All i32[B, T]: token ids, place in the document, interval of keys each token sees -> [B, T, E] in the compute dtype.
+        """All i32[B, T]: token ids, place in the document, interval of keys each token sees -> ([B, T, E] in the compute dtype, what layers
+        record: `moe.statistics`, stacked over layers, or nothing).
 
         layout: the order of the T places (`attention.row_layout`). row_length: tokens of a row, without what completes it for the
         devices; only rope types that depend on the length ask."""
@@ -179,14 +210,13 @@ class Decoder(nnx.Module):
 
         def layer(x, weights):
             x = checkpoint_name(constrain(x, "batch", "sequence", "embed"), "block_input")
-            return constrain(
-                nnx.merge(graphdef, weights)(x, cos, sin, k_start, k_end, layout), "batch", "sequence", "embed"
-            ), None
+            x, seen = nnx.merge(graphdef, weights)(x, cos, sin, k_start, k_end, layout)
+            return constrain(x, "batch", "sequence", "embed"), seen
 
         # prevent_cse guards against undoing the recomputation outside loops; inside scan it only adds barriers.
         layer = jax.checkpoint(layer, policy=REMAT[config.remat], prevent_cse=False)
-        x, _ = jax.lax.scan(layer, self.embed_tokens(tokens), layers)
-        return self.norm(x)
+        x, seen = jax.lax.scan(layer, self.embed_tokens(tokens), layers)
+        return self.norm(x), seen
 
     @property
     def head(self):

@@ -17,18 +17,18 @@ logger = logging.getLogger(__name__)
 
 
 class Block(nnx.Module):
-    def __init__(self, config, precision, attention, *, rngs: nnx.Rngs):
+    def __init__(self, config, precision, attention, moe, *, rngs: nnx.Rngs):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, precision)
         self.self_attn = Attention(config, precision, attention, rngs=rngs)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, precision)
         self.mlp = MLP(config, precision, rngs=rngs)
 
     def __call__(self, x, cos, sin, k_start, k_end, layout):
-        """x [B, T, E] -> [B, T, E]; the rest as in `layers.Attention`."""
+        """x [B, T, E] -> ([B, T, E], nothing to record); the rest as in `layers.Attention`."""
         with jax.named_scope("self_attn"):
             x = x + self.self_attn(self.input_layernorm(x), cos, sin, k_start, k_end, layout)
         with jax.named_scope("mlp"):
-            return x + self.mlp(self.post_attention_layernorm(x))
+            return x + self.mlp(self.post_attention_layernorm(x)), {}
 
 
 def hf_weights(config: ModelConfig) -> dict[str, HfWeight]:
@@ -64,19 +64,25 @@ _LLAMA = {
     "rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "initializer_range": 0.02, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 _MISTRAL = {
-    "intermediate_size": 14336,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "sliding_window": 4096,
+    **_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096,
+}  # fmt: skip
+_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0}
+_HF_DEFAULTS = {
+    "llama": _LLAMA,
+    "mistral": _MISTRAL,
+    "mixtral": {**_MISTRAL, **_EXPERTS, "sliding_window": None, "rms_norm_eps": 1e-5},
 }
-_HF_DEFAULTS = {"llama": _LLAMA, "mistral": {**_LLAMA, **_MISTRAL}}
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
+_THETA = {"llama": 1e4, "mistral": 1e4, "mixtral": 1e6}
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "mixtral": "MixtralForCausalLM"}
+# Fields of one family and not of Llama.
+_OWN = {"llama": (), "mistral": ("sliding_window",), "mixtral": ("sliding_window", *_EXPERTS)}
 # Fields without influence on the training maths, and fields that are accepted with their neutral value alone.
 _IGNORED = {
     "architectures", "model_type", "dtype", "torch_dtype", "use_cache", "transformers_version", "return_dict", "output_attentions",
     "output_hidden_states", "is_decoder", "is_encoder_decoder", "problem_type", "id2label", "label2id", "is_llama_config", "task_specific_params",
     "transformers.js_config", "unsloth_version", "unsloth_fixed", "unk_token_id", "sep_token_id", "cls_token_id", "mask_token_id",
     "decoder_start_token_id", "tokenizer_class", "finetuning_task", "prefix", "torchscript", "use_bfloat16", "chunk_size_feed_forward",
+    "output_router_logits",  # whether transformers adds the router's loss; here [moe] says so
 }  # fmt: skip
 _NEUTRAL = {
     "pretraining_tp": (1, None),
@@ -121,9 +127,9 @@ def rope_from_hf(hf: dict, default_theta: float) -> dict:
 
 
 def config_from_hf(hf: dict) -> dict:
-    """Fields of `ModelConfig` from a config.json of model_type "llama" or "mistral". UserError names a field that is unknown or unsupported."""
+    """Fields of `ModelConfig` from a config.json of model_type "llama", "mistral" or "mixtral". UserError names a field that is unknown or unsupported."""
     family = hf.get("model_type", "llama")
-    own = [*_FIELDS, *(["sliding_window"] if family == "mistral" else [])]
+    own = [*_FIELDS, *_OWN[family]]
     known = {
         *own,
         *_IGNORED,
@@ -146,16 +152,14 @@ def config_from_hf(hf: dict) -> dict:
     fields = {key: hf[key] for key in own if hf.get(key) is not None}
     # A null id or window means "none", while an absent one means the class default.
     fields |= {key: value for key, value in _HF_DEFAULTS[family].items() if key not in hf and key not in fields}
-    return {**fields, "family": family, "rope_parameters": rope_from_hf(hf, default_theta=10000.0)}
+    return {**fields, "family": family, "rope_parameters": rope_from_hf(hf, default_theta=_THETA[family])}
 
 
 def config_to_hf(config: ModelConfig) -> dict:
     """config.json fields for transformers 4 and 5 alike: rope in both schemas, ids and tying stated even where they are defaults."""
     rope = dict(config.rope_parameters)
     legacy = {key: value for key, value in rope.items() if key != "rope_theta"}
-    fields = {key: getattr(config, key) for key in _FIELDS}
-    if config.family == "mistral":
-        fields["sliding_window"] = config.sliding_window
+    fields = {key: getattr(config, key) for key in (*_FIELDS, *_OWN[config.family])}
     return {
         "architectures": [_ARCHITECTURES[config.family]],
         "model_type": config.family,

@@ -9,7 +9,8 @@ chunk of keys, in the shapes of `reference.attention`:
     dq(q, k, v, do, lse, delta, k_start, k_end, *, into, scale) -> f32;  dkv(same) -> dk, dv f32
     backward(q, k, v, do, lse, delta, k_start, k_end, *, aligned, scale) -> dq, dk, dv f32; only where one pass is cheaper than two
 
-    TILE: lengths must be multiples of it.  HEAD_DIMS: head dims it takes, ascending, or None for any.
+    TILE: lengths must be multiples of it.  HEAD_DIMS: head dims it takes, ascending, or None for any.  PAIRED: true if k and v may both be the same
+    array [2, B, S, K, D], keys first.
 
 Chunks may come in any order: `fold` adds the keys of one, and the gradients of one are exact addends once lse is that of the whole row.
 """
@@ -44,12 +45,15 @@ class Plan:
     aligned: bool = False
 
     def __post_init__(self):
-        choices = {"backend": BACKENDS, "layout": ring.LAYOUTS, "communication": COMMUNICATION}
+        choices = {"backend": BACKENDS, "layout": ring.LAYOUTS, "communication": tuple(COMMUNICATION)}
         for field, known in choices.items():
             if getattr(self, field) not in known:
                 raise ValueError(f"attention: {field} = {getattr(self, field)!r} is none of {', '.join(known)}")
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"attention: window = {self.window}; a query sees at least itself, so at least 1, or None")
+        whole = isinstance(self.window, int) and not isinstance(self.window, bool)
+        if self.window is not None and not (whole and self.window >= 1):
+            raise ValueError(
+                f"attention: window = {self.window!r}; a query sees at least itself: an int from 1, or None"
+            )
 
 
 def without_padding(q, k, v, k_start, k_end):
@@ -82,11 +86,12 @@ def attention(
     no key behind i; then what stands at padding places, NaN included, has no influence. An axis implies it.
     Lengths and head dims that the backend's tiles do not fit are completed with zeros here; the kernels refuse them.
 
-    ValueError: an unknown backend, layout or communication, a window below 1, H no multiple of K, a head dim above the backend's largest,
-    an odd T with zigzag.
+    ValueError: an unknown backend, layout or communication, a window below 1, shapes or dtypes that do not go together, a head dim above the
+    backend's largest, an odd T with zigzag.
     Papers: FlashAttention-2 (arXiv 2307.08691), Ring Attention (arXiv 2310.01889), FlashAttention-3 (arXiv 2407.08608; `hopper`).
     """
     plan = Plan(backend, axis, layout, communication, window, aligned)
+    _check(plan, q, k, v, k_start, k_end)
     k_start = windowed(k_start, k_end, window)
     if aligned or axis is not None:
         q, k, v = without_padding(q, k, v, k_start, k_end)
@@ -113,41 +118,50 @@ _attention.defvjp(_forward, _backward)
 
 def forward(plan: Plan, q, k, v, k_start, k_end):
     """(out [B, T, H, D] in q's dtype, lse f32[B, H, T]) of `plan`; q, k, v without what stands at padding places."""
-    _check(plan, q, k)
+    _check(plan, q, k, v, k_start, k_end)
     shape, scale = q.shape, q.shape[-1] ** -0.5
     (q, k, v), (k_start, k_end) = _fitted(plan, (q, k, v), (k_start, k_end))
-    out, lse = COMMUNICATION[_way(plan)][0](plan, q, k, v, k_start, k_end, shape[1], scale)
+    compute = _alone if plan.axis is None else COMMUNICATION[plan.communication][0]
+    out, lse = compute(plan, q, k, v, k_start, k_end, shape[1], scale)
     return out[:, : shape[1], :, : shape[3]], lse[:, :, : shape[1]]
 
 
 def backward(plan: Plan, q, k, v, k_start, k_end, out, lse, do):
     """(dq, dk, dv) in the dtypes of q, k and v, from the residuals and do [B, T, H, D]."""
     length, scale = q.shape[1], q.shape[-1] ** -0.5
+    # A query that sees nothing gives no gradient, whatever comes back to it: 0 x NaN is NaN.
+    do = jnp.where((k_end > k_start)[..., None, None], do, jnp.zeros((), do.dtype))
     delta = jnp.moveaxis(jnp.sum(do.astype(jnp.float32) * out.astype(jnp.float32), axis=-1), 1, 2)
     like = (q, k, v)
     (q, k, v, do), (k_start, k_end) = _fitted(plan, (q, k, v, do.astype(q.dtype)), (k_start, k_end))
     missing = [(0, 0), (0, 0), (0, q.shape[1] - length)]
     lse, delta = jnp.pad(lse, missing, constant_values=-jnp.inf), jnp.pad(delta, missing)
-    grads = COMMUNICATION[_way(plan)][1](plan, q, k, v, do, lse, delta, k_start, k_end, length, scale)
+    compute = _alone_backward if plan.axis is None else COMMUNICATION[plan.communication][1]
+    grads = compute(plan, q, k, v, do, lse, delta, k_start, k_end, length, scale)
     return tuple(g[:, : x.shape[1], :, : x.shape[3]].astype(x.dtype) for g, x in zip(grads, like, strict=True))
 
 
-def _way(plan):
-    return "none" if plan.axis is None else plan.communication
+def _check(plan, q, k, v, k_start, k_end):
+    def need(fits, what, got):
+        if not fits:
+            raise ValueError(f"attention: needs {what}, got {got}")
 
-
-def _check(plan, q, k):
-    heads, kv_heads, head_dims = q.shape[2], k.shape[2], load_backend(plan.backend).HEAD_DIMS
-    if heads % kv_heads:
-        raise ValueError(f"attention: {heads} query heads are no multiple of {kv_heads} key heads")
-    if head_dims and q.shape[3] > head_dims[-1]:
-        raise ValueError(
-            f"attention: head dim {q.shape[3]} is above {head_dims[-1]}, the largest of the backend {plan.backend!r}; take 'xla'"
-        )
-    if plan.axis is not None and plan.layout == "zigzag" and q.shape[1] % 2:
-        raise ValueError(
-            f"attention: zigzag needs an even number of tokens on each device, got {q.shape[1]}; pad the rows"
-        )
+    shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
+    need(q.ndim == k.ndim == 4 and k.shape == v.shape, "q [B, T, H, D] and k, v [B, S, K, D]", shapes)
+    need(q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3], "one B and one D in q, k and v", shapes)
+    need(q.dtype == k.dtype == v.dtype, "one dtype in q, k and v", f"{q.dtype}, {k.dtype}, {v.dtype}")
+    need(jnp.issubdtype(q.dtype, jnp.floating), "floating-point q, k and v", q.dtype)
+    need(k.shape[2] and q.shape[2] % k.shape[2] == 0, "query heads that are a multiple of the key heads", shapes)
+    need(q.shape[1] and k.shape[1], "at least one query and one key", shapes)
+    need(not (plan.aligned or plan.axis) or q.shape[1] == k.shape[1], "T == S for self-attention", shapes)
+    for name, bound in (("k_start", k_start), ("k_end", k_end)):
+        fits = bound.shape == q.shape[:2] and bound.dtype == jnp.int32
+        need(fits, f"{name} int32{list(q.shape[:2])}", f"{bound.dtype}{list(bound.shape)}")
+    head_dims = load_backend(plan.backend).HEAD_DIMS
+    advice = f"{plan.backend!r} takes head dims up to {head_dims and head_dims[-1]}; 'xla' takes any"
+    need(not head_dims or q.shape[3] <= head_dims[-1], "a smaller head dim", f"{q.shape[3]}; {advice}")
+    odd = plan.axis is not None and plan.layout == "zigzag" and q.shape[1] % 2
+    need(not odd, "an even number of tokens on each device for zigzag", f"{q.shape[1]}; pad the rows")
 
 
 def _fitted(plan, tensors, rows):
@@ -178,7 +192,6 @@ def _with(function):
 
 # How the keys of other devices come here: (forward, backward). One more entry is one more way (all-to-all over heads, rings of rings).
 COMMUNICATION = {
-    "none": (_alone, _alone_backward),
     "ring": (_with(ring.ring_forward), _with(ring.ring_backward)),
     "allgather": (_with(ring.allgather_forward), _with(ring.allgather_backward)),
 }

@@ -15,6 +15,7 @@ from jaxllm_kernels.attention_hopper_mosaic import LOG2E, Mosaic
 
 HEAD_DIMS = (64, 128, 256)
 TILE = 128  # T and S are multiples of it
+PAIRED = True  # keys and values may come as one array
 
 # Tiles by head dim. What decides is 240 registers a thread and 227 KiB of shared memory; compiled for H100, no plan spills or serialises
 # (kernels/README.md has the table). Which of two that fit is faster is unmeasured.
@@ -26,9 +27,10 @@ DKV = {64: Plan(128, overlap=True), 128: Plan(64, overlap=True), 256: Plan(64, o
 def forward(q, k, v, k_start, k_end, *, aligned=False, scale=None, interpret=False):
     """Attention over the keys that each query may see; see `reference.attention`.
 
-    q: bfloat16 [B, T, H, D]; k, v: bfloat16 [B, S, K, D], H a multiple of K, T and S multiples of TILE, D in HEAD_DIMS; k_start, k_end:
-    i32[B, T], any integers: the interval [k_start, k_end) is cut to [0, S). scale: what scores are multiplied with, D**-0.5 unless given (for head
-    dims padded with zeros). aligned: not needed here, the intervals say it all. interpret: run in Mosaic's interpreter, on a CPU.
+    q: bfloat16 [B, T, H, D]; k, v: bfloat16 [B, S, K, D], or both the same array [2, B, S, K, D] with keys and values in it (PAIRED); H a multiple of
+    K, T and S multiples of TILE, D in HEAD_DIMS; k_start, k_end: i32[B, T], any integers: the interval [k_start, k_end) is cut to [0, S). scale: what
+    scores are multiplied with, D**-0.5 unless given (for head dims padded with zeros). aligned: not needed here, the intervals say it all.
+    interpret: run in Mosaic's interpreter, on a CPU.
     Returns (out [B, T, H, D] in q's dtype, lse f32[B, H, T]); a query that sees nothing gets out 0 and lse -inf. Finite values at keys that
     nobody sees have no influence. ValueError for shapes and dtypes that fit no tile.
     """
@@ -41,7 +43,8 @@ def forward(q, k, v, k_start, k_end, *, aligned=False, scale=None, interpret=Fal
 def empty(q):
     """The carry before any keys: float32 (acc [B, T, H, D], m [B, H, T], l [B, H, T]), of which callers need to know nothing."""
     B, T, H, _ = q.shape
-    return jnp.zeros(q.shape, jnp.float32), jnp.full((B, H, T), FLOOR, jnp.float32), jnp.zeros((B, H, T), jnp.float32)
+    # Zeros made of q, which compilers keep where they are: a constant would be hoisted out of a loop over layers, held, and copied in each.
+    return q.astype(jnp.float32) * 0, jnp.full((B, H, T), FLOOR, jnp.float32), jnp.zeros((B, H, T), jnp.float32)
 
 
 def fold(carry, q, k, v, k_start, k_end, *, scale=None, interpret=False):
@@ -87,7 +90,7 @@ def dkv(q, k, v, do, lse, delta, k_start, k_end, into=None, *, scale=None, inter
     intervals = _checked(q, k, v, k_start, k_end, do, lse=(lse, "BHT"), delta=(delta, "BHT"), **sums)
     plan = DKV[q.shape[3]]
     options = dict(plan=plan, scale=_scale(q, scale), mosaic=Mosaic(interpret))
-    arguments = (q, k, v, do, _rows(lse, delta), intervals, column_bounds(intervals, k.shape[1], plan))
+    arguments = (q, k, v, do, _rows(lse, delta), intervals, column_bounds(intervals, k.shape[-3], plan))
     return tuple(kernels.dkv(*arguments, () if into is None else tuple(into), **options))
 
 
@@ -109,9 +112,13 @@ def _checked(q, k, v, k_start, k_end, do=None, **sums):
 
     sums: name = (float32 array, its dims in letters).
     """
-    if q.ndim != 4 or k.ndim != 4:
-        _refuse("q [B, T, H, D] and k [B, S, K, D]", f"{q.shape} and {k.shape}", "give every array its four dims")
-    (B, T, H, D), (S, K) = q.shape, k.shape[1:3]
+    if q.ndim != 4 or k.ndim not in (4, 5) or (k.ndim == 5 and k.shape[0] != 2):
+        _refuse(
+            "q [B, T, H, D] and k [B, S, K, D] or k and v [2, B, S, K, D]",
+            f"{q.shape} and {k.shape}",
+            "give every array its four dims",
+        )
+    (B, T, H, D), (S, K) = q.shape, k.shape[-3:-1]
     if D not in HEAD_DIMS:
         larger = [d for d in HEAD_DIMS if d > D]
         pad = f"pad with zeros to {larger[0]} and pass scale = {D}**-0.5, or " if larger else ""
@@ -122,9 +129,10 @@ def _checked(q, k, v, k_start, k_end, do=None, **sums):
             _refuse(f"{name} a multiple of {TILE}", length, advice)
     if not K or H % K:
         _refuse("query heads that are a multiple of the key heads", f"{H} and {K}", "use so many heads")
-    halves = dict(q=(q, "BTHD"), k=(k, "BSKD"), v=(v, "BSKD")) | ({} if do is None else {"do": (do, "BTHD")})
+    keys = "BSKD" if k.ndim == 4 else "2BSKD"
+    halves = dict(q=(q, "BTHD"), k=(k, keys), v=(v, keys)) | ({} if do is None else {"do": (do, "BTHD")})
     intervals = dict(k_start=(k_start, "BT"), k_end=(k_end, "BT"))
-    sizes = dict(B=B, T=T, H=H, D=D, S=S, K=K)
+    sizes = dict(B=B, T=T, H=H, D=D, S=S, K=K) | {"2": 2}
     for arrays, dtype, advice in (
         (halves, jnp.bfloat16, 'compute in bfloat16, or use the backend "xla"'),
         (intervals, jnp.int32, "convert it"),

@@ -86,6 +86,12 @@ def _seen(mosaic, shape, first, intervals, dim):
     return (key >= spread(starts, shape)) & (key < spread(ends, shape))
 
 
+def half(ref, which):
+    """at(batch, rows, head) of keys (0) or values (1) in global memory: an array of their own, or half of [2, B, S, K, D], which a ring sends as one;
+    slicing it outside would copy both halves (seen in compiled programs)."""
+    return lambda *at: ref.at[(which, *at) if len(ref.shape) == 5 else at]
+
+
 def _stream_keys(plan, first, last, at, slots):
     """Producer of forward and dq: keys and values of tiles [first, last). at: the (batch, head) of the keys; slots: (source, memory, full,
     free) of each."""
@@ -96,7 +102,7 @@ def _stream_keys(plan, first, last, at, slots):
         for source, memory, full, free in slots:
             # ORDER: a slot is refilled only after both consumers have said that no product reads it any more
             pl.when(n >= plan.stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
-            plgpu.copy_gmem_to_smem(source.at[at[0], rows, at[1]], memory.at[slot], full.at[slot])
+            plgpu.copy_gmem_to_smem(source(at[0], rows, at[1]), memory.at[slot], full.at[slot])
 
     lax.fori_loop(first, last, fetch, None)
     _see_the_end(plan, last - first, [free for *_, free in slots])
@@ -138,7 +144,7 @@ def forward(q, k, v, intervals, bounds, sums=(), *, plan: Plan, scale: float, mo
     out: [B, T, H, D] in q's dtype, lse: f32[B, H, T]. acc: f32[B, T, H, D], the sum of p v; m: f32[B, H, T], the largest score so far in units
     of log 2; l: f32[B, H, T], the sum of p = exp2(score - m).
     """
-    (B, T, H, D), K, dtype = q.shape, k.shape[2], q.dtype
+    (B, T, H, D), K, dtype = q.shape, k.shape[-2], q.dtype
     tile = (ROWS, plan.streamed)
     factor = scale * LOG2E
 
@@ -159,7 +165,7 @@ def forward(q, k, v, intervals, bounds, sums=(), *, plan: Plan, scale: float, mo
                 if sums:
                     plgpu.copy_gmem_to_smem(outs[1].at[b, h, rows], rows_s.at[0, w], full)
                     plgpu.copy_gmem_to_smem(outs[2].at[b, h, rows], rows_s.at[1, w], full)
-            slots = ((k_ref, k_s, k_full, k_free), (v_ref, v_s, v_full, v_free))
+            slots = ((half(k_ref, 0), k_s, k_full, k_free), (half(v_ref, 1), v_s, v_full, v_free))
             _stream_keys(plan, bound(0), bound(3), (b, lax.div(h, jnp.int32(H // K))), slots)
 
         def consumer(w):
@@ -254,7 +260,7 @@ def dq(q, k, v, do, rows, intervals, bounds, into=(), *, plan: Plan, scale: floa
     p = exp2(s - lse), ds = p * (do v^T - delta), dq = scale * ds k. Where the mask hides a place, p and ds may be anything (lse is -inf for a
     query that sees nothing) until they are replaced by 0.
     """
-    (B, T, H, D), K, dtype = q.shape, k.shape[2], q.dtype
+    (B, T, H, D), K, dtype = q.shape, k.shape[-2], q.dtype
     tile = (ROWS, plan.streamed)
     factor = scale * LOG2E
     width = D // CONSUMERS if plan.split else D
@@ -276,7 +282,7 @@ def dq(q, k, v, do, rows, intervals, bounds, into=(), *, plan: Plan, scale: floa
                 plgpu.copy_gmem_to_smem(do_ref.at[b, rows, h], do_s.at[w], full)
                 plgpu.copy_gmem_to_smem(rows_ref.at[b, h, :, rows], rows_s.at[w], full)
                 plgpu.copy_gmem_to_smem(intervals_ref.at[b, :, rows], intervals_s.at[w], full)
-            slots = ((k_ref, k_s, k_full, k_free), (v_ref, v_s, v_full, v_free))
+            slots = ((half(k_ref, 0), k_s, k_full, k_free), (half(v_ref, 1), v_s, v_full, v_free))
             _stream_keys(plan, bound(0), bound(3), (b, lax.div(h, jnp.int32(H // K))), slots)
 
         def consumer(w):
@@ -363,7 +369,7 @@ def dkv(q, k, v, do, rows, intervals, bounds, into=(), *, plan: Plan, scale: flo
     As `dq`, with bounds i32[B, S / plan.block, 4] over tiles of queries. Scores are computed as [keys, queries], so that p and ds are left
     operands straight from registers. The query heads of a key head are a loop inside the block. dv = p^T do, dk = scale * ds^T q.
     """
-    (B, _, H, D), (S, K), dtype = q.shape, k.shape[1:3], q.dtype
+    (B, _, H, D), (S, K), dtype = q.shape, k.shape[-3:-1], q.dtype
     groups = H // K
     tile = (ROWS, plan.streamed)
     factor = scale * LOG2E
@@ -380,8 +386,8 @@ def dkv(q, k, v, do, rows, intervals, bounds, into=(), *, plan: Plan, scale: flo
 
         def producer():
             for w in range(key_tiles):
-                plgpu.copy_gmem_to_smem(k_ref.at[b, rows_of(w), head], k_s.at[w], kv_full.at[w])
-                plgpu.copy_gmem_to_smem(v_ref.at[b, rows_of(w), head], v_s.at[w], kv_full.at[w])
+                plgpu.copy_gmem_to_smem(half(k_ref, 0)(b, rows_of(w), head), k_s.at[w], kv_full.at[w])
+                plgpu.copy_gmem_to_smem(half(v_ref, 1)(b, rows_of(w), head), v_s.at[w], kv_full.at[w])
             first_head = head * groups
 
             def stream_head(h, before):  # before: tiles streamed for the heads before this one
@@ -456,7 +462,7 @@ def dkv(q, k, v, do, rows, intervals, bounds, into=(), *, plan: Plan, scale: flo
 
         _roles(producer, consumer)
 
-    result = jax.ShapeDtypeStruct(k.shape, f32)
+    result = jax.ShapeDtypeStruct(k.shape[-4:], f32)
     return mosaic.launch(
         attention_dkv,
         grid={"head": K, "tile": S // plan.block, "batch": B},

@@ -78,12 +78,17 @@ def _steps(axis, layout, window, k_start, k_end, length):
         yield *ends, None if after is None else after - step
 
 
+def _halves(backend, kv):
+    """Keys and values as the backend takes them: a PAIRED one reads its half of what travels; for others the halves are cut out, a copy."""
+    return (kv, kv) if getattr(backend, "PAIRED", False) else (kv[0], kv[1])
+
+
 def ring_forward(backend, axis, layout, window, q, k, v, k_start, k_end, length, scale):
     """(out, lse) of this device's queries. k and v travel as one array: one transfer a step."""
     kv, carry = jnp.stack([k, v]), backend.empty(q)
     for start, end, hop in _steps(axis, layout, window, k_start, k_end, length):
         coming = None if hop is None else _hop(kv, axis, hop)
-        carry = backend.fold(carry, q, kv[0], kv[1], start, end, scale=scale)
+        carry = backend.fold(carry, q, *_halves(backend, kv), start, end, scale=scale)
         if hop is not None:
             kv, carry = jax.lax.optimization_barrier((coming, carry))
     return backend.finish(carry, q.dtype)
@@ -93,7 +98,7 @@ def ring_backward(backend, axis, layout, window, q, k, v, do, lse, delta, k_star
     """(dq, dk, dv) in float32 of this device's queries and keys."""
     kv, dq, dkv, back, travelled = jnp.stack([k, v]), None, None, 0, 0
     for start, end, hop in _steps(axis, layout, window, k_start, k_end, length):
-        args = (q, kv[0], kv[1], do, lse, delta, start, end)
+        args = (q, *_halves(backend, kv), do, lse, delta, start, end)
         coming = None if hop is None else _hop(kv, axis, hop)
         dq = backend.dq(*args, into=dq, scale=scale)
         if hop is not None:
@@ -141,14 +146,14 @@ def _completed(x, tile):
 def allgather_forward(backend, axis, layout, window, q, k, v, k_start, k_end, length, scale):
     """(out, lse) of this device's queries against all keys at once."""
     kv = _completed(_gathered(jnp.stack([k, v]), axis, layout, length), backend.TILE)
-    return backend.forward(q, kv[0], kv[1], k_start, k_end, aligned=False, scale=scale)
+    return backend.forward(q, *_halves(backend, kv), k_start, k_end, aligned=False, scale=scale)
 
 
 def allgather_backward(backend, axis, layout, window, q, k, v, do, lse, delta, k_start, k_end, length, scale):
     """(dq, dk, dv) in float32: every device has a part of each key's gradient; they are summed in float32, each keeps its own keys'."""
     ranks = jax.lax.axis_size(axis)
     kv = _completed(_gathered(jnp.stack([k, v]), axis, layout, length), backend.TILE)
-    args = (q, kv[0], kv[1], do, lse, delta, k_start, k_end)
+    args = (q, *_halves(backend, kv), do, lse, delta, k_start, k_end)
     dq, dk, dv = both(backend, *args, aligned=False, scale=scale)
     dkv = jnp.stack([dk, dv])
     place = {chunk: i for i, chunk in enumerate(_in_order(layout, ranks, length))}

@@ -44,7 +44,7 @@ def test_every_hop_of_the_ring_hides_behind_a_kernel_and_nothing_is_copied(step_
         # Behind the last hop, which brings the gradients home, there is no kernel left: a product hides it.
         assert all("kernel" in work for work in ring.between[:-1]) and ring.between[-1] & {"kernel", "product"}, ring
         assert ring.kernels == (8 if ring.hops == 7 else 16)
-        travelling = [c for c in ring.copies if re.match(r"\w+\[2,1,16384,8,128\]", c)]
+        travelling = [c for c in ring.copies if re.match(r"\w+\[([12],)?1,16384,8,128\]", c)]
         assert not travelling, travelling
     assert not [line for line in lines if "rematerialization" in line]
 
@@ -123,7 +123,8 @@ def test_memory_of_attention_alone_is_the_formula_and_does_not_grow_with_the_rin
     q, kv = 2 * length * heads * head_dim, 4 * length * kv_heads * head_dim
     residuals = 2 * q + kv + 4 * length * heads
     forward, backward = 2 * q + kv, 2 * q + 2 * (2 * kv) + kv
-    assert attention_memory(8, length, backward=False) <= 1.1 * (residuals + forward)
+    # Forward alone keeps no residuals; q without padding and the output beside the two.
+    assert attention_memory(8, length, backward=False) <= 1.1 * (2 * q + forward)
     on_8 = attention_memory(8, length)
     assert on_8 <= 1.1 * (residuals + backward)
     assert attention_memory(4, length) == pytest.approx(on_8, rel=0.01)

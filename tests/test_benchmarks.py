@@ -1,0 +1,294 @@
+"""The benchmarks for GPUs, on a CPU: they count right, find what is wrong, and survive parts that fail, die or never end.
+
+jax is imported where it is used: parts travel to processes that import this file.
+"""
+
+import itertools
+import json
+import os
+import time
+import types
+
+import pytest
+
+from benchmarks import attention, gpu, ring
+
+pytestmark = pytest.mark.version
+
+
+def raises(options, emit, left):
+    emit({"item": "before", "status": gpu.PASSED})
+    raise ValueError("no such thing\nwith details")
+
+
+def dies(options, emit, left):
+    os._exit(9)
+
+
+def hangs(options, emit, left):
+    time.sleep(60)
+
+
+def passes(options, emit, left):
+    emit({"item": "seconds", "status": gpu.PASSED, "left": left()})
+
+
+def leaves_out(options, emit, left):
+    emit({"item": "this", "status": "left out: it is not installed"})
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_part_that_raises_dies_or_hangs_is_recorded_and_the_next_one_runs():
+    parts = [
+        gpu.Part("raises", raises), gpu.Part("dies", dies), gpu.Part("hangs", hangs, quiet=1), gpu.Part("passes", passes),
+        gpu.Part("leaves out", leaves_out), gpu.Part("late", passes, needs=1000),
+    ]  # fmt: skip
+    rows = []
+    statuses = gpu.run_parts(parts, None, 100, lambda name, row: rows.append((name, row)))
+    assert statuses["raises"] == "failed: ValueError: no such thing"
+    assert statuses["dies"] == "failed: its process died (exit code 9)"
+    assert statuses["hangs"].startswith("failed: stopped after 1 s")
+    assert statuses["passes"] == "passed" and statuses["leaves out"] == "left out: it is not installed"
+    assert statuses["late"] == "not run: budget"
+    assert [(name, row.get("item")) for name, row in rows] == [
+        ("raises", "before"), ("raises", None), ("dies", None), ("hangs", None), ("passes", "seconds"), ("passes", None),
+        ("leaves out", "this"), ("leaves out", None), ("late", None),
+    ]  # fmt: skip
+    assert 0 < rows[4][1]["left"] < 100
+
+
+def test_a_part_that_outlasts_the_budget_is_stopped_and_says_so(monkeypatch):
+    monkeypatch.setattr(gpu, "GRACE", 0.5)
+    begin = time.time()
+    statuses = gpu.run_parts([gpu.Part("hangs", hangs, needs=0)], None, 1, lambda *_: None)
+    assert statuses["hangs"].startswith("not run: budget (stopped after 1 s)") and time.time() - begin < 5
+
+
+def test_without_a_gpu_there_is_one_line_and_exit_code_2(tmp_path, capfd):
+    assert gpu.main(["--out", str(tmp_path)]) == 2
+    out, err = capfd.readouterr()
+    assert not out and err.startswith("benchmarks.gpu: no GPU here, JAX sees 'cpu'") and len(err.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_exit_code_is_that_of_the_required_parts_and_every_row_is_written(tmp_path, capfd):
+    parts = (gpu.Part("wanted", passes, required=True), gpu.Part("besides", raises))
+    arguments = ["--rehearse", "--out", str(tmp_path)]
+    assert gpu.main(arguments, parts) == 0
+    assert gpu.main(["--rehearse", "--out", str(tmp_path)], (gpu.Part("wanted", raises, required=True),)) == 1
+    rows = [json.loads(line) for line in (tmp_path / "gpu_rehearsal.jsonl").read_text().splitlines()]
+    assert [(row["part"], row.get("item")) for row in rows] == [
+        ("device", "facts"), ("device", None), ("wanted", "seconds"), ("wanted", None), ("besides", "before"), ("besides", None),
+        ("device", "facts"), ("device", None), ("wanted", "before"), ("wanted", None),
+    ]  # fmt: skip
+    assert {row["evidence"] for row in rows} == {"rehearsed"} and {row["device"] for row in rows} == {"cpu"}
+    assert len({row["run"] for row in rows}) >= 1 and "besides" in capfd.readouterr().out
+    with pytest.raises(SystemExit):
+        gpu.main(["--rehearse"])  # its rows are no results
+
+
+def test_the_parts_of_it_say_so_too(tmp_path, capfd):
+    for module in (attention, ring):
+        assert module.main(["--output", str(tmp_path / "rows.jsonl")]) == 2
+        assert "no GPU here, JAX sees 'cpu'" in capfd.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_rows_are_written_beside_and_renamed(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    attention.append(file, [{"a": 1}])
+    attention.append(file, [{"a": 2}, {"a": 3}])
+    with pytest.raises(TypeError):
+        attention.append(file, [{"a": 4}, {"a": object()}])
+    assert [json.loads(line)["a"] for line in file.read_text().splitlines()] == [1, 2, 3]
+
+
+# --- correctness -----------------------------------------------------------------------------------------------------
+
+
+KERNELS = gpu.kernels  # of the xla backend, compiled once
+
+
+def changed(kernel, change):
+    """What the checks call, with the results of one kernel changed: change(results, arguments)."""
+    from jaxllm_kernels import attention_xla
+
+    def kernels(backend, scale):
+        run = KERNELS(attention_xla, scale)
+        return run | {kernel: lambda *arrays: change(run[kernel](*arrays), arrays)}
+
+    return kernels
+
+
+WRONG = {
+    "out of one query off by a tenth": ("forward", lambda got, _: (got[0].at[0, 70, 1].multiply(1.1), got[1]), "out"),
+    "lse off by 1e-4": ("forward", lambda got, _: (got[0], got[1] * 1.0001), "lse"),
+    "an lse where nothing is seen": ("forward", lambda got, _: (got[0], got[1].at[0, 0, -1].set(0.0)), "lse is not -inf"),
+    "an out where nothing is seen": ("forward", lambda got, _: (got[0].at[:, -1].set(1e-6), got[1]), "out is not 0"),
+    "NaN in dq": ("dq", lambda got, _: got.at[0, 3, 0, 0].set(float("nan")), "dq"),
+    "one tile of dk missing": ("dkv", lambda got, _: (got[0].at[0, 64:96].set(0.0), got[1]), "dk"),
+    "a dv where nobody sees": ("dkv", lambda got, _: (got[0], got[1].at[:, -1].set(1e-6)), "dv is not 0"),
+    "a piece folded in twice": ("finish", lambda got, _: (got[0] * 2, got[1]), "out, in pieces"),
+    "dq not added": ("dq into", lambda got, arrays: got - arrays[0], "dq, in pieces"),
+    "dv added twice": ("dkv into", lambda got, arrays: (got[0], got[1] + arrays[0][1]), "dv, in pieces"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", [None, *WRONG])
+def test_a_kernel_that_is_wrong_anywhere_fails_the_check(monkeypatch, wrong):
+    kernel, change, found = WRONG.get(wrong, ("forward", lambda got, _: got, None))
+    monkeypatch.setattr(gpu, "kernels", changed(kernel, change))
+    sizes = dict(B=2, T=128, H=4, K=2)
+    row = gpu.check(
+        None, "it", attention.inputs(D=64, **sizes), *gpu.intervals(2, 128, documents=3, padding=17, window=40)
+    )
+    assert (
+        row["status"] == "passed" if found is None else row["status"].startswith("failed: ") and found in row["status"]
+    )
+
+
+def test_repetitions_that_differ_in_one_bit_are_counted():
+    import jax.numpy as jnp
+
+    x, calls = (jnp.ones((4, 8), jnp.bfloat16), jnp.full(3, jnp.nan)), []
+
+    def call():
+        calls.append(0)
+        return (x[0].at[1, 2].set(1.0078125), x[1]) if len(calls) in (5, 8) else x
+
+    assert gpu._repeated(call, 9, [lambda: None]) == "failed: 2 of 9 repetitions differ, by up to 1 elements"
+    assert gpu._repeated(call, 9, [lambda: None]) == "passed"
+
+
+def test_masks_of_the_checks_have_what_they_are_named_for():
+    import numpy as np
+
+    for name, options in gpu.masks(512).items():
+        start, end = gpu.intervals(2, 512, **options)
+        real = end > start
+        assert np.array_equal(end[real], np.broadcast_to(np.arange(512) + 1, (2, 512))[real])
+        assert (len(np.unique(start)) > 3) == ("packed" in name) and real.all() == ("padded" not in name)
+        assert ((end - start).max() == 51) == ("windowed" in name)
+
+
+# --- speed -----------------------------------------------------------------------------------------------------------
+
+
+def test_flops_are_two_products_of_every_pair_of_query_and_key():
+    B, H, T, D = 2, 3, 64, 8
+    pairs = {False: T * T, True: T * (T + 1) // 2}
+    for causal, seen in pairs.items():
+        multiplied = B * H * seen * D  # per product
+        assert attention.forward_flops(B, H, T, T, D, causal) == pytest.approx(2 * 2 * multiplied, rel=1 / T)
+        assert attention.Shape(B, T, H, 1, D, causal).flops == attention.forward_flops(B, H, T, T, D, causal)
+    assert attention.forward_flops(1, 16, 16384, 16384, 128, True) / 1.73e-3 == pytest.approx(
+        637e12, rel=0.01
+    )  # as published
+
+
+def test_contenders_that_fail_or_disagree_are_not_timed(monkeypatch):
+    def contender(name, shape):
+        if name == "hopper":
+            raise RuntimeError("no such instruction")
+        return lambda q, k, v, *_: (q + k + v) * (1.25 if name == "triton" else 1.0)
+
+    monkeypatch.setattr(attention, "contender", contender)
+    monkeypatch.setattr(attention, "missing", lambda name: "left out: not here" if name == "tokamax" else None)
+    shape = attention.Shape(1, 16, 1, 1, 8)
+    rows = {
+        row["backend"]: row
+        for row in attention.compare(shape, ("hopper", "triton", "xla", "cudnn", "tokamax"), rounds=1)
+    }
+    assert rows["hopper"]["status"] == "failed: RuntimeError: no such instruction"
+    assert (
+        rows["triton"]["status"].startswith("failed: differs by 2.5e-01 from cudnn")
+        and "forward_ms" not in rows["triton"]
+    )
+    assert rows["tokamax"]["status"] == "left out: not here"
+    assert rows["xla"]["status"] == "passed" and rows["xla"]["forward_best_other"] == "cudnn"
+    assert rows["xla"]["forward_tflops"] is not None and rows["xla"]["both_ratio"] > 0
+    late = attention.compare(shape, ("xla",), left=lambda: 1)
+    assert [row["status"] for row in late] == ["not run: budget"]
+
+
+def test_the_sweep_tries_each_plan_once_and_leaves_the_tables_as_they_were(monkeypatch):
+    import jax.numpy as jnp
+
+    from jaxllm_kernels import attention_hopper as hopper
+
+    before = dict(hopper.DQ)
+
+    def dq(q, *_):
+        plan = hopper.DQ[64]
+        if plan.stages == 3:
+            raise ValueError("does not fit")
+        return q.astype(jnp.float32) * (1.0 if plan.streamed == before[64].streamed else 1.5)
+
+    monkeypatch.setattr(hopper, "forward", lambda q, k, v, *_: (q, jnp.zeros(q.shape[:1] + q.shape[2:0:-1])))
+    monkeypatch.setattr(hopper, "dq", dq)
+    rows = list(itertools.islice(attention.sweep((64,), 128), 8))
+    assert dict(hopper.DQ) == before and rows[0]["in_use"] and rows[0]["status"] == "passed"
+    assert len({row["item"] for row in rows}) == 8 and {row["kernel"] for row in rows} == {"dq"}
+    for row in rows:
+        if row["plan"]["stages"] == 3:
+            assert row["status"] == "failed: ValueError: does not fit"
+        elif row["plan"]["streamed"] != before[64].streamed:
+            assert row["status"].startswith("failed: differs by 5.0e-01") and "ms" not in row
+        else:
+            assert row["status"] == "passed" and row["ms"] > 0
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("window", [None, 11])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_virtual_hops_meet_every_pair_that_the_mask_has_exactly_once(layout, window, ranks):
+    import numpy as np
+
+    from jaxllm_kernels import token_order
+
+    T = 48
+    start, end = gpu.intervals(1, T, documents=3, padding=5, window=window)
+    index = np.arange(T)
+    mask = (index >= start[0][:, None]) & (index < end[0][:, None])
+    met, order = np.zeros((T, T), int), token_order(layout, ranks, T).reshape(ranks, -1)
+    for rank, queries in enumerate(order):
+        for source, low, high in ring.hops(layout, ranks, rank, start, end, window):
+            for query, a, b in zip(queries, np.asarray(low)[0], np.asarray(high)[0], strict=True):
+                met[query, order[source][a:b]] += 1
+    assert np.array_equal(met, mask)
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["whole", "without-the-last-hop"])
+def test_virtual_ranks_compute_what_the_whole_row_computes(monkeypatch, broken):
+    from jaxllm_kernels import attention_xla
+
+    every = ring.hops
+    if broken:
+        monkeypatch.setattr(ring, "hops", lambda *args: list(every(*args))[:-1])
+    row = ring.measure(attention_xla, 2, 16, heads=2, kv_heads=1, head_dim=8, timed_ranks=range(2), rounds=1)
+    assert row["label"] == "virtual hops on one device, no communication" and set(row["differences"]) == {
+        "out",
+        "dq",
+        "dk",
+        "dv",
+    }
+    if broken:
+        assert row["status"].startswith("failed: ") and "both_efficiency" not in row
+    else:
+        assert row["status"] == "passed" and row["both_efficiency"] > 0
+
+
+def test_what_is_not_installed_is_left_out_by_name(monkeypatch):
+    monkeypatch.setattr(attention, "PACKAGES", {"triton": "no_such_package", "tokamax": "json"})
+    assert attention.missing("triton") == "left out: no_such_package is not installed"
+    assert attention.missing("tokamax") is None and attention.missing("hopper") is None
+
+
+def test_an_exception_is_said_in_one_line():
+    assert (
+        attention.said(RuntimeError("RESOURCE_EXHAUSTED: out of memory\nmuch more"))
+        == "failed: RuntimeError: RESOURCE_EXHAUSTED: out of memory"
+    )
+    assert attention.said(KeyError()) == "failed: KeyError: "
+    assert "a (b 0.5)" in attention.shown({"item": "x", "status": "a", "b": 0.5, "errors": {"hidden": types}})
