@@ -529,7 +529,7 @@ def _shown(value: Any) -> str:
 # Changing these leaves the maths alone: where things are, how the work is cut and spread, what is reported and kept.
 HARMLESS = (
     "output_dir", "steps", "mesh", "model.path", "model.revision", "model.remat", "data.path", "checkpoint", "logging",
-    "evaluation", "optimizer.num_microbatches", "optimizer.max_bad_steps", "attention", "loss.chunk_size",
+    "evaluation", "optimizer.num_microbatches", "optimizer.max_bad_steps", "attention", "moe.exchange", "loss.chunk_size",
     "data.workers", "data.cache", "data.tokenizer",  # what the tokenizer holds is in the fingerprint of the data
 )  # fmt: skip
 # These change the course of the run and may be meant to: allowed, and shown first.

@@ -292,3 +292,18 @@ def test_initial_values_do_not_depend_on_the_mesh():
     assert all(np.array_equal(made[0][k], made[1][k]) for k in made[0])
     assert made[0]["layers/mlp/up_proj/kernel"].std() == pytest.approx(0.02, rel=0.05)
     assert made[0]["embed_tokens/embedding"].shape[0] == VOCAB
+
+
+def test_more_positions_than_a_model_knows_need_scaled_rope(tmp_path, caplog):
+    hugging_face(rope_parameters=LLAMA3).save_pretrained(tmp_path)
+    longer = (f"model.path={tmp_path}", "model.max_position_embeddings=1024")
+    with pytest.raises(
+        UserError, match=r"max_position_embeddings: 1024 .* more than the 256 .*model.rope_parameters are scaled"
+    ):
+        config.load_config(None, *longer)
+    scaled = LLAMA3 | {"factor": 32.0}
+    given = ", ".join(
+        f'{key} = "{value}"' if isinstance(value, str) else f"{key} = {value}" for key, value in scaled.items()
+    )
+    cfg = config.load_config(None, *longer, f"model.rope_parameters={{{given}}}")
+    assert cfg.model.max_position_embeddings == 1024 and "mean something else" in caplog.text
