@@ -14,6 +14,7 @@ import datetime
 import functools
 import itertools
 import json
+import math
 import os
 import pathlib
 import sys
@@ -22,6 +23,8 @@ import time
 FACTORS = {
     "sequence": (1, 2, 4, 8),
     "data": (1, 2),
+    "expert": (1, 2),
+    "experts": (None, 4),
     "communication": ("ring", "allgather"),
     "window": (None, 9),
     "microbatches": (1, 2),
@@ -30,7 +33,7 @@ FACTORS = {
     "packing": (True, False),  # last: neighbours share a program
 }
 LONG = [  # lengths that fit nothing, and many more tiles than devices
-    dict(sequence=n, data=1, communication="ring", packing=True, window=None, microbatches=1, remat="attention", length=length)
+    dict(sequence=n, data=1, expert=1, experts=None, communication="ring", packing=True, window=None, microbatches=1, remat="attention", length=length)
     for length in (7, 4095, 4097)
     for n in (1, 2, 4, 8)
 ]  # fmt: skip
@@ -38,14 +41,17 @@ LOSS, GRADIENT = 1e-5, 1e-4  # the largest errors allowed
 MODEL = (
     "model.vocab_size=256", "model.hidden_size=64", "model.intermediate_size=96", "model.num_hidden_layers=2",
     "model.num_attention_heads=4", "model.num_key_value_heads=2", "model.max_position_embeddings=8192", "precision.compute=float32",
-    "data.global_batch_size=4", "loss.chunk_size=128",
+    "data.global_batch_size=8", "loss.chunk_size=128",
     "model.initializer_range=0.2",  # at 0.02 attention is nearly uniform, and a loss with wrong positions within 1e-5 of the right one
+)  # fmt: skip
+ROUTER = (
+    "model.num_experts_per_tok=2", "model.router_aux_loss_coef=0.05", "model.router_jitter_noise=0", "moe.z_loss=0.01",
 )  # fmt: skip
 
 
 def possible(case):
     """Eight devices are there, and without a sequence axis there is nothing to communicate."""
-    fits = case["sequence"] * case["data"] <= 8
+    fits = case["sequence"] * case["data"] * case["expert"] <= 8
     return fits and (case["sequence"] > 1 or case["communication"] == "ring")
 
 
@@ -66,7 +72,7 @@ def pairs():
     return chosen
 
 
-def rows(length, packing, num_rows=4, seed=0):
+def rows(length, packing, num_rows=8, seed=0):
     """Rows of random tokens in numpy, one document each or several, some padding at the end."""
     import numpy as np
 
@@ -97,13 +103,15 @@ def program(**case):
 
     from jaxllm import config, sharding, step
 
-    window = [] if case["window"] is None else [f"model.sliding_window={case['window']}", "model.family=mistral"]
+    family = [] if case["window"] is None else [f"model.sliding_window={case['window']}", "model.family=mistral"]
+    if case["experts"]:
+        family += ["model.family=mixtral", f"model.num_local_experts={case['experts']}", *ROUTER]
     cfg = config.load_config(
-        None, *MODEL, *window, f"data.seq_len={case['length']}", f"attention.communication={case['communication']}",
+        None, *MODEL, *family, f"data.seq_len={case['length']}", f"attention.communication={case['communication']}",
         f"optimizer.num_microbatches={case['microbatches']}", f"model.remat={case['remat']}",
     )  # fmt: skip
-    sizes = sharding.MeshConfig(data=case["data"], sequence=case["sequence"])
-    mesh = sharding.make_mesh(sizes, jax.devices()[: case["data"] * case["sequence"]])
+    sizes = {axis: case[axis] for axis in ("data", "sequence", "expert")}
+    mesh = sharding.make_mesh(sharding.MeshConfig(**sizes), jax.devices()[: math.prod(sizes.values())])
     with jax.set_mesh(mesh):
         graphdef, state = step.init_state(cfg)
     return mesh, state.params, jax.jit(lambda params, batch: step.gradients(graphdef, params, batch, cfg))
@@ -124,9 +132,9 @@ def run(case):
 
 
 @functools.cache
-def alone(length, packing, window):
-    plain = {"sequence": 1, "data": 1, "communication": "ring", "microbatches": 1, "remat": "none"}
-    return run({**plain, "length": length, "packing": packing, "window": window})
+def alone(length, packing, window, experts):
+    plain = {"sequence": 1, "data": 1, "expert": 1, "communication": "ring", "microbatches": 1, "remat": "none"}
+    return run({**plain, "length": length, "packing": packing, "window": window, "experts": experts})
 
 
 def errors(case):
@@ -134,7 +142,7 @@ def errors(case):
     import numpy as np
 
     loss, grads = run(case)
-    want_loss, want = alone(case["length"], case["packing"], case["window"])
+    want_loss, want = alone(case["length"], case["packing"], case["window"], case["experts"])
     error = lambda path: float(np.abs(grads[path] - want[path]).max() / max(np.abs(want[path]).max(), 1e-8))
     worst = max(want, key=error)
     return abs(loss - want_loss) / abs(want_loss), error(worst), worst
