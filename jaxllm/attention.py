@@ -26,7 +26,7 @@ from jaxllm_kernels import Plan, attention_backward, attention_forward, load_bac
 _HEADS = P(BATCH, "sequence", None, None)  # [B, T, heads, head_dim]
 _ROWS = P(BATCH, "sequence")  # [B, T]
 _LSE = P(BATCH, None, "sequence")  # [B, heads, T]
-_NODE = 8  # GPUs that NVLink joins in the usual machine; a longer sequence axis leaves the node
+_NODE = 8  # GPUs that NVLink joins in the usual machine
 
 
 class AttentionConfig(Section):
@@ -84,8 +84,11 @@ def choose_communication(
     kv_heads: int,
     device_kind: str,
     window: int | None = None,
+    span: int | None = None,
 ) -> tuple[str, str]:
     """("ring" or "allgather", the reason in words) for `length` tokens on each of `num_shards` devices.
+
+    span: devices from a shard to the last of its ring, with those of axes inside the sequence axis (expert); above 8 the ring leaves the node.
 
     A ring step computes 2 L W D H FLOPs forward (a balanced causal step; W = L, or the window where that is shorter) while 4 L K D bytes of bfloat16
     keys and values travel; backward 2.5 times the FLOPs and 4 + 8 bytes, for gradients travel in float32. At rates F and F_b FLOP/s over a link of
@@ -95,11 +98,14 @@ def choose_communication(
     if config.communication != "auto":
         return config.communication, "attention.communication asks for it"
     listed = hardware.of(device_kind)
-    card, inside = listed or hardware.HARDWARE["h100"], num_shards <= _NODE
+    card, inside = listed or hardware.HARDWARE["h100"], (span or num_shards) <= _NODE
     name = card.name if listed else f"as for {card.name}, {device_kind} is not listed"
     link = card.nvlink_bandwidth if inside else card.nic_bandwidth
     if link is None:
-        return "allgather", f"{num_shards} devices are more than a node, and no link between nodes is known ({name})"
+        return (
+            "allgather",
+            f"{span or num_shards} devices are more than a node, and no link between nodes is known ({name})",
+        )
     link *= 0.8
     ratio, work = kv_heads / (heads * link), length if window is None else min(length, window)
     needed = max(2 * ratio * 0.6 * card.bf16_flops, 12 / 5 * ratio * 0.45 * card.bf16_flops)
@@ -130,7 +136,9 @@ def describe(config: AttentionConfig, model, compute: str, seq_len: int) -> str:
         return line
     length = -(-seq_len // (2 * shards)) * 2
     heads = model.num_attention_heads, model.num_key_value_heads
-    way, reason = choose_communication(config, shards, length, *heads, kind, model.sliding_window)
+    way, reason = choose_communication(
+        config, shards, length, *heads, kind, model.sliding_window, axis_size("sequence", "expert")
+    )
     return f"{line}, {row_layout(shards, seq_len, model.sliding_window)} over {shards} devices, {way} ({reason})"
 
 

@@ -202,6 +202,7 @@ def test_ring_or_allgather_by_the_inequality():
     assert choose(4096, heads=(32, 32))[0] == "ring" and choose(2048, heads=(32, 32))[0] == "allgather"
     name, why = choose(4096, shards=16)
     assert name == "allgather" and "between nodes" in why and "40 GB/s" in why
+    assert "between nodes" in choose_communication(AttentionConfig(), 2, 16384, 32, 8, H100, None, 16)[1]
     forced = AttentionConfig(communication="ring")
     assert choose_communication(forced, 8, 2, 32, 8, "cpu") == ("ring", "attention.communication asks for it")
     windowed_ = choose_communication(AttentionConfig(), 8, 16384, 32, 8, H100, 128)
