@@ -146,6 +146,11 @@ def train(cfg) -> int:
                 raise UserError("evaluation.prompt: a tokenizer is needed to read it; set data.tokenizer")
             evaluation = evaluation_sets(cfg, batches) if cfg.evaluation.every else {}
         print(f"training on {batches.summary}", flush=True)
+        if not cfg.evaluation.every and (cfg.evaluation.path or cfg.evaluation.sets):
+            print(
+                "evaluation.every = 0: nothing is evaluated on evaluation.path and evaluation.sets",
+                flush=True,
+            )
         for name, held_out in evaluation.items():
             print(f"evaluating on {f'{name}: ' if name else ''}{held_out.summary}", flush=True)
         if start is None:
@@ -179,9 +184,12 @@ class Run:
     """The parts of a run that the loop moves."""
 
     def __init__(self, cfg, graphdef, state, batches, evaluation, checkpoints, text, interruption):
+        import jax
+
         self.cfg, self.graphdef, self.state, self.batches = cfg, graphdef, state, batches
         self.evaluation, self.checkpoints, self.text, self.interruption = evaluation, checkpoints, text, interruption
         self.bad = 0
+        self.alone = jax.process_count() == 1
 
     def compile(self, step, mesh):
         from jaxllm.data.batch import abstract_batch
@@ -207,8 +215,9 @@ class Run:
             try:
                 batch = next(self.batches, None)
             except Exception:
-                self.save(step, log)  # a document that went bad costs no step
-                self.checkpoints.wait()
+                if self.alone:  # a document that went bad costs no step; but others would have to join in saving
+                    self.save(step, log)
+                    self.checkpoints.wait()
                 raise
             if batch is None:
                 ending = "data.repeat = false" if cfg.data.epochs is None else f"data.epochs = {cfg.data.epochs}"

@@ -26,7 +26,7 @@ import jaxllm.data.render as render_module
 from jaxllm.data import DataConfig, EvaluationConfig, make_batches, make_eval_batches
 from jaxllm.data import __main__ as command
 from jaxllm.data.batch import Batch, Training, evaluation_sets, local_lanes, to_device
-from jaxllm.data.pipeline import Pipeline, empty_rows
+from jaxllm.data.pipeline import Pipeline, Rendering, empty_rows, pieces_per_document
 from jaxllm.data.render import Rendered, TextRenderer, Tokenizer, load_tokenizer, train_tokenizer
 from jaxllm.data.sources import Documents, open_documents
 from jaxllm.section import UserError
@@ -66,6 +66,7 @@ def assert_same_rows(a, b):
 
 
 corpora = st.lists(st.integers(1, 40), min_size=6, max_size=20)
+scarce = st.lists(st.integers(1, 40), min_size=1, max_size=9)  # maybe fewer documents than rows, which are then cut
 shapes = st.fixed_dictionaries(
     {
         "seq_len": st.integers(2, 24),
@@ -76,7 +77,7 @@ shapes = st.fixed_dictionaries(
 
 
 @few
-@given(corpora, shapes, st.booleans(), st.integers(0, 2**32 - 1))
+@given(corpora | scarce, shapes, st.booleans(), st.integers(0, 2**32 - 1))
 def test_an_epoch_has_every_token_once_and_trains_every_transition_inside_a_document_once(
     lengths, shape, shuffle, seed
 ):
@@ -140,7 +141,7 @@ def test_rows_do_not_depend_on_how_lanes_are_shared_out(lengths, seq_len, packin
 
 
 @few
-@given(corpora, shapes, st.booleans(), st.integers(0, 9))
+@given(corpora | scarce, shapes, st.booleans(), st.integers(0, 9))
 def test_resume_from_the_cursors_is_exact_after_every_step(lengths, shape, repeat, seed):
     options = {**shape, "repeat": repeat, "seed": seed}
     straight = take(pipeline(lengths, **options), 6)
@@ -218,11 +219,54 @@ def test_close_and_dropping_the_iterator_end_the_thread():
         next(closed)
 
 
-def test_fewer_documents_than_rows_are_refused_unless_repeated():
+class _Later(Rendering):
+    """A Rendering that is asked as Workers are, without processes."""
+
+    count = 2
+
+    def submit(self, numbers):
+        return SimpleNamespace(result=lambda: self.rendered(numbers))
+
+
+def test_fewer_documents_than_rows_are_cut_into_equal_pieces_so_that_rows_differ():
+    for lengths, pieces in (([40], 8), ([9, 31, 8], 3)):
+        rows, _ = take(pipeline(lengths, global_batch_size=8, seq_len=5, shuffle=False), 1)[0]
+        begins = [1 + 1000 * n + piece * size // pieces for n, size in enumerate(lengths) for piece in range(pieces)]
+        assert rows["tokens"][:, 0].tolist() == begins[:8] and not rows["positions"][:, 0].any()
+        last = lengths[0] // pieces - 1  # of the first piece: its target is the first token of the next one
+        assert rows["targets"][0, last] == begins[1] and rows["loss_weights"][0, last] == 1
+    # each of them is rendered once, however many rows and epochs there are
+    documents, render = numbered([40, 50])
+    asked = []
+    counting = lambda texts: asked.extend(texts) or render(texts)
+    take(Pipeline(documents, counting, DataConfig(global_batch_size=6, seq_len=8)), 20)
+    assert sorted(asked) == ["0", "1"]
+    # workers render the same pieces
+    cfg = DataConfig(global_batch_size=6, seq_len=8)
+    plain, apart = Pipeline(documents, render, cfg), Pipeline(_Later(documents, render), None, cfg)
+    for (rows, reached), (got, there) in zip(take(plain, 9), take(apart, 9), strict=True):
+        assert_same_rows(rows, got)
+        assert np.array_equal(reached, there)
+    # a source that is drawn from more often than it has documents is cut, the other is not
+    documents = SimpleNamespace(sources=[("a", 0, 1), ("b", 1, 5)], __len__=None)
+    weighted = DataConfig(path=["a", "b"], weights=[100, 1], global_batch_size=8)
+    assert pieces_per_document(weighted, documents) == [(0, 1, 8), (1, 5, 1)]
+
+
+def test_documents_that_stay_whole_must_fill_a_batch_if_the_data_ends():
+    whole = {"packing": "first_fit", "global_batch_size": 8, "seq_len": 8}
     with pytest.raises(UserError, match=r"data\.global_batch_size: 3 documents cannot fill a batch of 8"):
-        pipeline([4, 4, 4], global_batch_size=8, repeat=False)
-    rows = take(pipeline([4, 4, 4], global_batch_size=8, repeat=True, seq_len=8), 5)
+        pipeline([4, 4, 4], **whole, repeat=False)
+    rows = take(pipeline([4, 4, 4], **whole, repeat=True), 5)
     assert len(rows) == 5 and all((row["segment_ids"] > 0).all() for row, _ in rows)
+    # with weights, small sources are read often before the large one has been read once
+    documents, render = numbered([4] * 6)
+
+    class Mixed(list):
+        sources = (("a", 0, 1), ("b", 1, 5))
+
+    options = {"path": ["a", "b"], "weights": [100, 1], "epochs": 1}
+    take(Pipeline(Mixed(documents), render, DataConfig(**whole, **options)), 1)
 
 
 def test_documents_without_any_token_end_in_an_error_instead_of_an_endless_search():
@@ -373,6 +417,14 @@ def test_a_file_that_changes_under_the_run_is_reported(tmp_path):
     lines(tmp_path / "c.jsonl", {"text": "a longer one"})
     with pytest.raises(UserError, match=r"c\.jsonl:2 has changed since the run began"):
         documents[1]
+    # also where what stands there now would still be a whole record
+    documents = Documents(lines(tmp_path / "d.jsonl", {"text": "one"}, {"text": "two"}))
+    os.utime(tmp_path / "d.jsonl", ns=(0, 0))
+    again = Documents(str(tmp_path / "d.jsonl"))
+    lines(tmp_path / "d.jsonl", {"text": "one"}, {"text": "TWO"})
+    for opened in (documents, again):
+        with pytest.raises(UserError, match=r"d\.jsonl:2 has changed since the run began"):
+            opened[1]
 
 
 def test_the_fingerprint_tells_content_and_choice_but_not_the_folder(tmp_path, monkeypatch):
@@ -412,6 +464,9 @@ def test_held_out_documents_stay_held_out_when_files_are_added(tmp_path):
     [
         (EvaluationConfig, {"every": 5}),
         (EvaluationConfig, {"path": "x", "holdout": 0.1}),
+        (EvaluationConfig, {"every": 1, "sets": {"": "x"}}),
+        (EvaluationConfig, {"every": 1, "sets": {"a": []}}),
+        (DataConfig, {"cache": " "}),
         (DataConfig, {"tokenizer": "bpe:12"}),
         (DataConfig, {"tokenizer": "bpe:big"}),
         (DataConfig, {"shuffle": "false"}),
@@ -825,9 +880,10 @@ def test_the_fingerprint_of_a_token_array_covers_the_id_that_ends_its_documents(
 def test_the_command_shows_the_rows_of_fewer_documents_than_a_batch_and_says_when_training_would_refuse(
     tmp_path, small, capsys
 ):
-    path = lines(tmp_path / "three.jsonl", *({"text": f"row {n}"} for n in range(3)))
+    path = lines(tmp_path / "three.jsonl", *({"prompt": "", "text": f"row {n}"} for n in range(3)))
     (tmp_path / "c.toml").write_text(
         f'[data]\npath = "{path}"\ntokenizer = "{small}"\nseq_len = 16\nglobal_batch_size = 8\nshuffle = false\n'
+        'kind = "prompt"\ncompletion_field = "text"\n'
     )
     for rows, overrides, count, told in (
         ("all", [], 3, False), ("8", ["data.repeat=false"], 3, True), ("all", ["data.epochs=2"], 3, True),
@@ -840,10 +896,37 @@ def test_the_command_shows_the_rows_of_fewer_documents_than_a_batch_and_says_whe
         out, err = capsys.readouterr()
         texts = [json.loads(line)["text"] for line in out.splitlines()]
         assert texts == [f"<|bos|>row {n % 3}<|eos|>" for n in range(count)], (rows, overrides)
-        assert (
-            "training will refuse this: 3 documents cannot fill a batch of data.global_batch_size = 8" in err
-        ) == told
-        assert "3 records" in err
+        assert ("training will refuse this: data.global_batch_size: 3 documents" in err) == told
+        assert "3 records" in err and "rows of one step repeat documents" in err
+
+
+def test_a_look_leaves_nothing_in_the_folder_of_the_run(tmp_path, capsys):
+    path = lines(tmp_path / "d.jsonl", *({"text": f"line {n}"} for n in range(40)))
+    asked = [f"data.path={path}", "data.tokenizer=bpe:300", "data.seq_len=16", f"output_dir={tmp_path / 'run'}"]
+    (tmp_path / "c.toml").write_text("")
+    assert command.main(["--config", str(tmp_path / "c.toml"), "--rows", "1", *asked]) == 0
+    assert '"text": "<|bos|>line ' in capsys.readouterr().out and not (tmp_path / "run").exists()
+
+
+def test_the_sample_that_a_summary_is_estimated_from_takes_part_of_a_document_too_large_for_it(tmp_path, small):
+    path = lines(tmp_path / "d.jsonl", {"text": "word " * 400_000}, {"text": "ab"})
+    data = DataConfig(path=path, tokenizer=str(small), seq_len=64, global_batch_size=4)
+    line = Training(config(tmp_path, data)).summary.splitlines()[-1]
+    tokens = int(line.split("about ")[1].split()[0].replace(",", ""))
+    want = len(Tokenizer.load(small).encode_batch(["word " * 1000])[0]) * 400
+    assert abs(tokens / want - 1) < 0.01 and "100.0% of the tokens trained" in line, line
+    assert "estimated from 2 documents, of the last one its beginning" in line
+
+
+def test_evaluation_on_what_is_trained_on_is_told(corpus, tmp_path):
+    apart = lines(tmp_path / "apart.jsonl", {"text": "one of its own"})
+    corpus.evaluation = EvaluationConfig(every=1, path=[apart, corpus.data.path], sets={"own": apart}, batch_size=1)
+    batches = make_batches(corpus, mesh_of({"data": 1}))
+    try:
+        sets = evaluation_sets(corpus, batches, mesh_of({"data": 1}))
+    finally:
+        batches.close()
+    assert "1 of its 2 files are in data.path too" in sets[""].summary and "data.path" not in sets["own"].summary
 
 
 def test_what_the_summary_says_of_a_source_that_was_rendered_whole_is_exact(tmp_path, small):

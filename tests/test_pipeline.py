@@ -499,6 +499,34 @@ def test_another_tokenizer_template_choice_or_content_has_another_cache(corpus, 
     assert key_of(Documents(same.path), TextRenderer(Tokenizer.load(tokenizer), same), same) in keys
 
 
+def test_other_code_or_another_version_of_a_library_has_another_cache(corpus, tokenizer, tmp_path, monkeypatch):
+    documents, render = Documents(str(corpus / "text.jsonl")), TextRenderer(Tokenizer.load(tokenizer), DataConfig())
+    keys, chat = [], SimpleNamespace(kind="chat")
+    add = lambda *kinds: keys.extend(key_of(documents, render, kind) for kind in kinds)
+    add(DataConfig(), chat)
+    for module in ("formats", "sources", "render", "chat"):
+        (tmp_path / module).mkdir()
+        for path in cache.HERE.glob("*.py"):
+            (tmp_path / module / path.name).write_bytes(path.read_bytes() + b"#" * (path.stem == module))
+        with monkeypatch.context() as patch:
+            patch.setattr(cache, "HERE", tmp_path / module)
+            add(chat)
+    version = cache.importlib.metadata.version
+    for library in ("tokenizers", "jinja2", "mistral-common"):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                cache.importlib.metadata, "version", lambda name, of=library: "0" if name == of else version(name)
+            )
+            add(chat)
+    assert len(set(keys)) == len(keys) == 9
+    keys.clear()
+    with monkeypatch.context() as patch:
+        add(DataConfig())
+        patch.setattr(cache, "HERE", tmp_path / "chat")
+        add(DataConfig())
+    assert len(set(keys)) == 1, "a text does not depend on chat.py"
+
+
 BUILDER = """
 import json, os, pathlib, sys, time
 from jaxllm.data import cache
@@ -592,6 +620,13 @@ def test_a_cache_that_cannot_be_finished_leaves_nothing_behind(tmp_path):
     with pytest.raises(UserError, match="bad"):
         build(tmp_path / "cache", "k", Rendering(documents, failing))
     assert list((tmp_path / "cache").iterdir()) == []
+    for field, value in (("targets", 7), ("loss_weights", 0.5)):
+        odd = lambda records, field=field, value=value: [
+            document._replace(**{field: np.full_like(document.tokens, value, np.float32)})
+            for document in documents.render(records)
+        ]
+        with pytest.raises(ValueError, match="whose targets are their next tokens, with weights 0 and 1"):
+            build(tmp_path / "cache", "k", Rendering(documents, odd))
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"data\.cache: cannot write to"):
         build(tmp_path / "file", "k", Rendering(documents, documents.render))
@@ -611,6 +646,8 @@ def test_the_summary_counts_what_is_there_and_says_when_it_estimates(corpus, tok
     assert line.endswith("rows 100.0% full") and "estimated" not in line
     estimated = Training(config(corpus, tokenizer)).summary.splitlines()[-1]
     assert estimated.endswith("estimated from 72 documents")
+    ending = Training(config(corpus, tokenizer, epochs=3)).summary
+    assert f"rows {3 * sum(lengths) / (3 * sum(lengths) + 8 * 64 / 2):.1%} full" in ending
     pairs = Training(config(corpus, tokenizer, kind="prompt", seq_len=30, on_long="skip")).summary.splitlines()[-1]
     assert (
         "left out as longer than data.seq_len: " in pairs and "pairs.jsonl:" in pairs and "% full (first_fit" in pairs
@@ -740,6 +777,68 @@ def test_two_processes_share_a_cache_and_end_their_epochs_together(corpus, token
     for number in range(2):
         out = np.load(tmp_path / f"out{number}.npz")
         assert np.array_equal(out["tokens"], want[:, out["lanes"]])
+
+
+APART = """
+import sys, jax, pathlib, time
+from types import SimpleNamespace
+port, process, folder, tokenizer = sys.argv[1], int(sys.argv[2]), pathlib.Path(sys.argv[3]), sys.argv[4]
+jax.distributed.initialize(f"localhost:{port}", 2, process)
+from jaxllm.config import load_config
+from jaxllm.data.batch import evaluation_sets, make_batches
+from jaxllm.section import UserError
+from jaxllm.sharding import make_mesh
+def attempt(name, overrides=(), evaluate=False):
+    cfg = load_config(None, f"data.path={folder}/{process}/same.jsonl", f"data.tokenizer={tokenizer}", "data.seq_len=64",
+                      "data.global_batch_size=2", "evaluation.batch_size=2", *overrides)
+    mesh, said, batches = make_mesh(cfg.mesh), "nothing", None
+    try:
+        batches = make_batches(cfg, mesh)
+        if evaluate:
+            evaluation_sets(cfg, batches, mesh)
+        else:
+            for number, _ in enumerate(batches):
+                if number == 2 and process == 1:
+                    (folder / "1" / "same.jsonl").write_text('{"text": "other"}\\n')
+                assert number < 1000
+    except UserError as error:
+        said = str(error)
+    finally:
+        if batches is not None:
+            batches.close()
+    (folder / f"{name}{process}").write_text(said)
+attempt("other", [f"data.path={folder}/{process}/other.jsonl"])
+attempt("gone", [f"data.path={folder}/{process}/gone.jsonl"])
+attempt("evaluated", ["evaluation.every=1", f"evaluation.path={folder}/{process}/other.jsonl"], evaluate=True)
+attempt("set", ["evaluation.every=1", f"evaluation.sets.a={folder}/{process}/gone.jsonl"], evaluate=True)
+attempt("tokenizer", [f"data.tokenizer={folder}/{process}/tokenizer"])
+attempt("changed")
+jax.distributed.shutdown()
+"""
+
+
+def test_processes_that_do_not_read_the_same_end_together_each_with_the_reason(tokenizer, tmp_path):
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+        write_lines(tmp_path / str(number) / "same.jsonl", [{"text": f"row {n} " * 20} for n in range(40)])
+        write_lines(tmp_path / str(number) / "other.jsonl", [{"text": f"row {n}"} for n in range(40 - 7 * number)])
+    write_lines(tmp_path / "0" / "gone.jsonl", [{"text": "here"}])
+    Tokenizer.load(tokenizer).save(tmp_path / "0" / "tokenizer")
+    with together(APART, 2, tmp_path, tokenizer) as processes:
+        finish(processes)
+    said = {path.name: path.read_text() for path in tmp_path.iterdir() if path.is_file()}
+    for number in range(2):
+        for name, key in (("other", "data.path"), ("evaluated", "evaluation.path")):
+            assert (
+                said[f"{name}{number}"].startswith(f"{key}: process 1 on ")
+                and "another set of doc" in said[f"{name}{number}"]
+            )
+    for name, key in (("gone", "data.path"), ("set", "evaluation.sets.a")):
+        assert said[f"{name}0"].startswith(f"{key}: process 1 on ") and "its own message says why" in said[f"{name}0"]
+        assert "gone.jsonl' matches 0 files" in said[f"{name}1"]
+    assert said["tokenizer0"].startswith("data.tokenizer: process 1 on ") and "no tokenizer.json" in said["tokenizer1"]
+    assert said["changed0"] == "data: process 1 could not go on reading; its own message says why"
+    assert "same.jsonl:" in said["changed1"] and "has changed since the run began" in said["changed1"]
 
 
 def sums_of_loss(sizes, lengths, packing):

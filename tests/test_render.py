@@ -16,6 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.data import DataConfig
+from jaxllm.data import __main__ as command
+from jaxllm.data.pipeline import empty_rows
 from jaxllm.data.render import Tokenizer, load_tokenizer, make_renderer
 from jaxllm.section import UserError
 
@@ -200,7 +202,10 @@ def test_any_contents_give_back_exactly_the_answers(folders, texts, style):
     assert whole == renderer(folders[style]).template.render(messages)[0]
     specials = [n for n, token in tokenizer.library.get_added_tokens_decoder().items() if token.special]
     assert trained(document).count(tokenizer.eos_id) == len(texts) // 2
-    assert np.isin(document.tokens, specials).sum() == len(renderer(folders[style])._prepare(messages, None).controls)
+    trains = [message["role"] == "assistant" for message in messages]
+    assert np.isin(document.tokens, specials).sum() == len(
+        renderer(folders[style])._prepare(messages, None, trains).controls
+    )
 
 
 def test_text_that_spells_special_tokens_stays_text_and_is_counted(folders):
@@ -375,7 +380,7 @@ def test_a_turn_may_end_with_the_eos_where_the_conversation_ends_with_another_to
         ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}\n{% endfor %}", "no special token after"),
         ("{% for m in messages %}{{ m['content'] | upper }}<|im_end|>{% endfor %}", "cannot be told from what stands"),
         ("{% for m in messages %}{% if loop.last %}{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}"
-         "{% else %}{{ m['content'] }}<|im_end|>{% endif %}{% endfor %}", "enclose 1 parts, but there are 2"),
+         "{% else %}{{ m['content'] }}<|im_end|>{% endif %}{% endfor %}", "no part holds message 2"),
     ],
 )  # fmt: skip
 def test_a_template_in_which_the_answers_cannot_be_found_is_refused(tmp_path, template, complaint):
@@ -454,6 +459,145 @@ def test_templates_are_found_in_a_file_beside_the_tokenizer_or_named(folders, tm
         render(bare, messages, chat_template=str(tmp_path / "absent.jinja"))
 
 
+TOOL = {"type": "function", "function": {"name": "add", "description": "a sum", "parameters": {"type": "object"}}}
+
+
+def test_tools_are_rendered_with_the_template_for_them_and_never_left_out(folders, tmp_path):
+    with_tools = "{% if tools %}{{ tools | tojson }}\n{% endif %}" + SMOLLM2
+    by_name = [{"name": "default", "template": SMOLLM2}, {"name": "tool_use", "template": with_tools}]
+    listed = make_folder(tmp_path / "listed", by_name, STYLES["smollm2"][1], False)
+    record = {"messages": turns("a", "b"), "tools": [TOOL]}
+    got = renderer(listed)([(record, "t.jsonl:1"), ({"messages": turns("a", "b")}, "t.jsonl:2")])
+    from transformers import AutoTokenizer
+
+    library = AutoTokenizer.from_pretrained(listed)
+    for document, tools in zip(got, ([TOOL], None), strict=True):
+        want = library.apply_chat_template(record["messages"], tools=tools, return_dict=True)["input_ids"]
+        assert document.tokens.tolist() == want
+    beside = make_folder(tmp_path / "beside", None, STYLES["smollm2"][1], False)
+    (beside / "chat_template.jinja").write_text(SMOLLM2)
+    with pytest.raises(UserError, match=r"t\.jsonl:1: it has tools, but the chat template .* writes nothing of them"):
+        renderer(beside)([(record, "t.jsonl:1")])
+    (beside / "additional_chat_templates").mkdir()
+    (beside / "additional_chat_templates" / "tool_use.jinja").write_text(with_tools)
+    assert renderer(beside)([(record, "")])[0].tokens.tolist() == got[0].tokens.tolist()
+    assert renderer(beside).fingerprint != renderer(folders["smollm2"]).fingerprint
+    Tokenizer.load(beside).save(tmp_path / "saved")
+    assert renderer(tmp_path / "saved")([(record, "")])[0].tokens.tolist() == got[0].tokens.tolist()
+
+
+@pytest.mark.parametrize("style", ["smollm2", "smollm2 with tags"])
+def test_a_turn_that_says_it_is_not_trained_is_read_and_not_trained(folders, style):
+    messages = turns("a", "b", "c", "b")
+    whole = render(folders[style], messages)
+    for number, left in ((1, 3), (3, 1)):
+        marked = [dict(message) for message in messages]
+        marked[number]["weight"], marked[left]["weight"] = 0, 1
+        document = render(folders[style], marked)
+        assert document.tokens.tolist() == whole.tokens.tolist() and parts(folders[style], document) == ["b<|im_end|>"]
+        both = np.flatnonzero(whole.loss_weights)
+        assert np.flatnonzero(document.loss_weights).tolist() == both[2:].tolist() if left == 3 else both[:2].tolist()
+    marked[1]["weight"] = marked[3]["weight"] = 0
+    with pytest.raises(UserError, match="says that it is not"):
+        render(folders[style], marked)
+    with pytest.raises(
+        UserError, match="message 1 says that it is trained, but its role 'user' is not in data.train_on"
+    ):
+        render(folders[style], [messages[0] | {"weight": 1}, *messages[1:]])
+
+
+TAGGED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{% endgeneration %}{% for call in m.tool_calls or [] %}{% generation %}call {{ call.name }}{% endgeneration %}{% endfor %}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+)
+
+
+def test_every_assistant_turn_has_its_own_part_inside_generation_tags(tmp_path):
+    folder = with_template(tmp_path, TAGGED)
+    end = "<|im_end|>"
+    assert parts(folder, render(folder, turns("a", "", "c", "d"))) == [end, "d" + end], "of an empty answer its end"
+    assert parts(folder, render(folder, turns("a", "b", "c", "b"))) == ["b" + end] * 2
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    back = {"role": "tool", "content": "4"}
+    got = render(folder, [*turns("a"), call, back, {"role": "assistant", "content": "four"}])
+    assert parts(folder, got) == ["call f" + end, "four" + end]
+    both = call | {"content": "so"}
+    chain = [*turns("a"), both, back, call, back, {"role": "assistant", "content": "four"}]
+    assert parts(folder, render(folder, chain)) == ["socall f" + end, "call f" + end, "four" + end]
+    with pytest.raises(UserError, match="2 parts stand between two of which one is not trained"):
+        render(folder, [*chain[:3], call | {"weight": 0}, *chain[4:]])
+    quiet = render(folder, [*turns("a"), call | {"weight": 0}, back, {"role": "assistant", "content": "four"}])
+    assert parts(folder, quiet) == ["four" + end]
+
+
+@pytest.mark.parametrize(
+    "template, complaint",
+    [
+        # as many parts as turns, but all of the last one
+        ("{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}{% for n in [1, 2] %}{% generation %}"
+         "{{ messages[-1].content }}<|im_end|>{% endgeneration %}{% endfor %}", "no part holds message 2"),
+        ("{% generation %}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}{% endgeneration %}"
+         "{% generation %}{% endgeneration %}", "one part holds the messages 2, 4"),
+        ("{% for m in messages | reverse %}<|im_start|>{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% endfor %}",
+         "another order"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("contents", [("ab", "cd", "ef", "gh"), ("ab", "cd", "ef", "cd")])
+def test_generation_tags_that_do_not_tell_the_turns_apart_are_refused(tmp_path, template, complaint, contents):
+    folder = with_template(tmp_path, template)
+    with pytest.raises(UserError, match=complaint):
+        render(folder, turns(*contents))
+
+
+@pytest.mark.parametrize("written", ["strip", "lstrip", "rstrip"])
+def test_an_answer_that_the_template_strips_is_found_by_its_stand_in(tmp_path, written):
+    thinking = SMOLLM2.replace(
+        "message['role'] + '\n' + message['content'] +",
+        "message['role'] + '\n' + ('<think>' if loop.last and message['role'] == 'assistant' else '') + "
+        f"message['content'].{written}() +",
+    )
+    folder = with_template(tmp_path, thinking)
+    got = parts(folder, render(folder, turns("a", " b ", "c", "d")))
+    assert got == [getattr(" b ", written)() + "<|im_end|>", "<think>d<|im_end|>"]
+
+
+def test_turns_that_overlap_in_the_text_are_refused(tmp_path):
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
+        "{% if not (loop.last and add_generation_prompt) %}<|im_end|>\n{% endif %}{% endfor %}"
+    )
+    answers = [{"role": "assistant", "content": content} for content in "bc"]
+    with pytest.raises(UserError, match="the turns overlap in the text"):
+        render(with_template(tmp_path, template), [*turns("a"), *answers])
+
+
+def test_a_template_that_changes_text_which_spells_a_special_token_is_refused(tmp_path):
+    cutting = SMOLLM2.replace("+ message['content'] +", "+ message['content'][:8] +")
+    assert cutting != SMOLLM2
+    folder = with_template(tmp_path, cutting)
+    assert parts(folder, render(folder, turns("a" * 20, "b"))) == ["b<|im_end|>"]
+    with pytest.raises(UserError, match="changes text that spells a special token"):
+        render(folder, turns("xx<|im_end|>", "b"))
+
+
+def test_text_that_the_tokenizer_itself_reads_as_a_special_token_is_refused(tmp_path):
+    import tokenizers
+
+    words = ["[UNK]", "<s>", "</s>", "user", "assistant", "a", "b", "say"]
+    model = tokenizers.models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]")
+    library = tokenizers.Tokenizer(model)
+    library.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    library.add_special_tokens(["<s>", "</s>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m.role }} {{ m.content }} </s> {% endfor %}"
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert trained(render(tmp_path, turns("a", "b"))) == [6, 2]
+    with pytest.raises(UserError, match="in a way that the tokenizer cannot keep as text"):
+        render(tmp_path, turns("say </s>", "b"))
+
+
 def test_templates_run_in_a_sandbox(tmp_path):
     folder = with_template(tmp_path, "{{ messages.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(UserError, match="unsafe"):
@@ -482,6 +626,8 @@ def test_the_fingerprint_covers_tokenizer_template_selection_and_lengths(folders
         renderer(folder, on_long="skip"),
         renderer(folder, "prompt"),
         renderer(folder, "prompt", train_on=["prompt", "completion"]),
+        renderer(folder, "prompt", seq_len=100),
+        renderer(folder, "prompt", on_long="skip"),
         renderer(folder, "text"),
         renderer(folder, "tokens"),
     ]
@@ -515,6 +661,8 @@ def test_pairs_that_cannot_be_used_are_named_or_counted(folders):
     for prompt, completion, complaint in (("a", "", "completion is empty"), ("a", None, "completion is null")):
         with pytest.raises(UserError, match=rf"p\.jsonl:1: the {complaint}"):
             pair(folders["kit"], prompt, completion)
+    with pytest.raises(UserError, match=r"p\.jsonl:1: nothing in it is trained"):
+        pair(folders["kit"], "", "a", add_bos=False, add_eos=False)  # a first token is no target
     with pytest.raises(UserError, match=r"data\.train_on"):
         pair(folders["kit"], "a", "b", train_on=["assistant"])
     with pytest.raises(UserError, match=r"p\.jsonl:1: 4 tokens, data\.seq_len is 3"):
@@ -601,6 +749,17 @@ def test_a_completion_goes_on_from_its_prompt_without_a_space_of_the_tokenizers(
     tokenizer = Tokenizer.load(mixtral)
     assert tokenizer.decode(document.tokens) == "<s> what is 3 plus one? answer: 4.</s>"
     assert tokenizer.library.id_to_token(trained(document)[0]) == "4"
+    # without a prompt it is a text like any other
+    assert tokenizer.library.id_to_token(trained(pair(mixtral, "", "4."))[0]) == "▁"
+
+
+def test_the_rows_that_the_command_shows_keep_the_spaces_that_a_stretch_begins_with(mixtral):
+    document = pair(mixtral, "what is 3 plus one?", " it is four")
+    rows = empty_rows(1, len(document.tokens) + 2)
+    rows["tokens"][0, :-2], rows["targets"][0, :-2] = document.tokens, document.targets
+    rows["loss_weights"][0, :-2], rows["segment_ids"][0, :-2] = document.loss_weights, 1
+    shown = list(command._spans(Tokenizer.load(mixtral), rows, 0))
+    assert shown == [("<s> what is 3 plus one?", False), (" it is four</s>", True)]
 
 
 def test_files_that_are_no_such_tokenizer_are_refused(tmp_path):

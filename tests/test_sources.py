@@ -314,13 +314,60 @@ def test_nulls_and_floats_in_a_column_of_ids_are_refused(tmp_path):
     assert "f.parquet, row 1: place 0 of field 'input_ids' is a number (1.0)" in refusal(path, kind="tokens")
 
 
-def test_ids_come_as_int32_with_the_largest_known_and_unused_labels_told(tmp_path):
-    rows = [{"input_ids": [1, 70000], "labels": [-100, 5]}, {"input_ids": [3], "labels": [3]}]
+def test_ids_come_as_int32_with_the_largest_known_and_masks_that_change_nothing(tmp_path):
+    rows = [
+        {"input_ids": [1, 70000], "labels": [1, 70000], "attention_mask": [1, 1]},
+        {"input_ids": [3], "labels": [3], "attention_mask": [1]},
+    ]
     for name in FORMATS:
         documents = Documents(write(tmp_path, f"t.{name}", rows), kind="tokens")
         assert documents[0].dtype == np.int32 and documents[0].tolist() == [1, 70000]
         assert documents.largest_token == (70000, documents.where(0))
-        assert "field 'labels' is not used: every token is trained" in documents.summary()
+
+
+@pytest.mark.parametrize(
+    "field, values",
+    [("attention_mask", [1, 1, 0]), ("loss_mask", [0, 1, 1]), ("labels", [-100, 5, 9]), ("labels", [7, 5])],
+)
+def test_masks_of_token_ids_that_ask_for_more_than_training_on_all_are_refused(tmp_path, field, values):
+    for name in ("t.jsonl", "t.parquet"):
+        reason = refusal(write(tmp_path, name, [{"input_ids": [7, 5, 9], field: values}]), kind="tokens")
+        assert f"field '{field}' is not " in reason and f"{name}" in reason
+
+
+def test_a_messages_own_word_on_being_trained_is_read_from_every_format(tmp_path):
+    for switch, on, off in (("weight", 1, 0), ("train", True, False), ("training", True, False)):
+        messages = [{"role": "user", "content": "a"}]
+        messages += [{"role": "assistant", "content": "b", switch: value} for value in (on, off)]
+        for name in ("m.jsonl", "m.parquet"):
+            got = read(write(tmp_path, name, [{"messages": messages}]), kind="chat")[0]["messages"]
+            assert [message.get("weight") for message in got] == [None, 1, 0] and (
+                switch == "weight" or switch not in got[1]
+            )
+    for odd in ({"weight": 0.5}, {"weight": "0"}, {"train": 2}, {"training": []}, {"weight": 1, "train": False}):
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", **odd}]
+        assert "message 2 of 'messages': " in refusal(write(tmp_path, "m.jsonl", [{"messages": messages}]), kind="chat")
+
+
+@pytest.mark.parametrize("name", ["train.jsonl-00000-of-00002", "part-00000", "part-00000.gz", "d.log"])
+def test_json_lines_under_another_name_are_not_taken_for_one_text(tmp_path, name):
+    raw = b'\xef\xbb\xbf\n{"text": "one"}\n{"text": "two"}\n'
+    (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
+    assert f"the first line of {tmp_path / name} is a JSON object" in refusal(str(tmp_path / name))
+    for text in (b"{not json}\n", b"[1]\n{}", b"plain"):
+        (tmp_path / "part-1").write_bytes(text)
+        assert len(Documents(str(tmp_path / "part-1"))) == 1
+    (tmp_path / "a.txt").write_bytes(raw)
+    assert len(Documents(str(tmp_path / "a.txt"))) == 1
+    (tmp_path / "t.csv").write_text("a,b\n")
+    assert "cannot read .csv files" in refusal(str(tmp_path / "t.csv"))
+
+
+def test_a_folder_for_copies_may_begin_with_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    documents = Documents(write(tmp_path, "d.jsonl.gz", [{"text": "one"}]), folder="~/c")
+    assert documents[0] == "one" and (tmp_path / "home" / "c").is_dir() and not (tmp_path / "~").exists()
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "int32", ">i4", "int64"])
@@ -580,7 +627,7 @@ def test_a_catalogue_keeps_what_is_told_of_token_ids_their_arrays_and_replaced_b
     want = Documents(str(tmp_path / "d"), kind="tokens")
     for _ in range(2):
         got = catalogued(str(tmp_path / "d"), tmp_path / "cache", kind="tokens")
-        assert everything(got) == everything(want) and "'labels' is not used" in got.summary()
+        assert everything(got) == everything(want)
         assert [got[n].tolist() for n in range(3)] == [[5, 6, 2], [7, 70000, 2], [1, 9]] and got[0].dtype == np.int32
     (tmp_path / "d" / "a.npy.json").write_text('{"document_end": 7}')
     assert catalogued(str(tmp_path / "d"), tmp_path / "cache", kind="tokens")[0].tolist() == [5, 6, 2, 7]
@@ -637,7 +684,8 @@ def test_files_that_change_while_they_are_read_leave_no_catalogue_and_unreadable
     read = Documents._read
     with monkeypatch.context() as patch:
         patch.setattr(Documents, "_read", lambda self: (write(tmp_path, "d.jsonl", [{"text": "two"}]), read(self)))
-        assert catalogued(path, cache)[0] == "two"
+        with pytest.raises(UserError, match="has changed since the run began"):
+            catalogued(path, cache)[0]
     assert not cache.exists()
     os.symlink("nowhere", tmp_path / "e.jsonl")
     documents = catalogued(str(tmp_path / "*.jsonl"), cache, on_bad="skip")

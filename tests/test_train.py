@@ -283,16 +283,18 @@ def test_an_empty_corpus_and_one_smaller_than_a_batch_are_refused(config_file, t
     text = run(config_file, tmp_path / "run", f"data.path={tmp_path / 'empty'}", code=2)
     assert "data.path" in text and "Traceback" not in text
     (tmp_path / "small").mkdir()
-    (tmp_path / "small" / "a.txt").write_text("one short text")
-    text = run(config_file, tmp_path / "other", f"data.path={tmp_path / 'small'}", "data.repeat=false", code=2)
+    (tmp_path / "small" / "a.jsonl").write_text('{"prompt": "one", "completion": "short text"}')
+    few = [f"data.path={tmp_path / 'small'}", "data.kind=prompt", "data.repeat=false"]
+    text = run(config_file, tmp_path / "other", *few, code=2)
     assert "Traceback" not in text and "global_batch_size" in text
 
 
-def test_nan_in_the_weights_is_refused_with_the_tensor_s_name(config_file, tmp_path):
+def test_nan_in_the_weights_is_refused_with_the_tensor_s_name(config_file, corpus, tmp_path):
     from safetensors.numpy import load_file, save_file
 
     output = tmp_path / "run"
-    run(config_file, output, "steps=2", 'checkpoint.export="float32"')
+    text = run(config_file, output, "steps=2", 'checkpoint.export="float32"', f"evaluation.path={corpus}")
+    assert "evaluation.every = 0: nothing is evaluated" in text
     folder = output / "export" / "2"
     weights = load_file(folder / "model.safetensors")
     weights["model.layers.1.mlp.down_proj.weight"][0, 0] = np.nan
@@ -592,3 +594,27 @@ def test_a_document_that_goes_bad_in_mid_run_costs_no_step(config_file, corpus, 
     assert step >= 3 and step == max(metrics(output))
     shutil.copytree(corpus, copy)
     assert f"resuming from step {step}" in run(config_file, output, f"steps={step + 1}", *common)
+
+
+def test_an_error_saves_the_run_only_where_no_other_process_would_have_to_join(monkeypatch):
+    from types import SimpleNamespace
+
+    import jax
+
+    from jaxllm import config, train
+
+    def broken():
+        raise train.UserError("a.jsonl:3 has changed")
+        yield
+
+    cfg = config.load_config(None, "evaluation.every=1", "evaluation.holdout=0.1")
+    for processes, saved in ((1, [0]), (2, [])):
+        monkeypatch.setattr(jax, "process_count", lambda count=processes: count)
+        steps = []
+        checkpoints = SimpleNamespace(wait=lambda: None)
+        idle = SimpleNamespace(signal=None)
+        run_at_work = train.Run(cfg, None, None, broken(), {}, checkpoints, "", idle)
+        monkeypatch.setattr(run_at_work, "save", lambda step, log, steps=steps: steps.append(step), raising=False)
+        with pytest.raises(train.UserError, match=r"a\.jsonl:3"):
+            run_at_work.loop(0, None)
+        assert steps == saved

@@ -42,14 +42,16 @@ class DataConfig(Section):
 
     kind: Literal["text", "chat", "prompt", "tokens"] = "text"
     """"text": every document is trained on from its first token to its last. "chat": conversations, of which the
-    assistant's turns are trained. "prompt": pairs of prompt and completion, of which the completion is trained.
-    "tokens": ids that were made elsewhere, trained on from first to last."""
+    assistant's turns are trained; one that says "weight": 0, "train": false or "training": false is read and not trained.
+    "prompt": pairs of prompt and completion, of which the completion is trained. "tokens": ids that were made elsewhere,
+    trained on from first to last."""
 
     path: str | list[str] = pydantic.Field(default_factory=list)
     """Files, folders or globs (`**` goes into subfolders); `{stdlib}` stands for the folder of Python's standard library.
     Relative paths start at the working directory. The name tells the format: .jsonl, .ndjson and .json are one JSON
     object per line, .parquet, .arrow, .feather and .ipc are tables, .npy and .bin (with FILE.bin.json beside it) hold
-    token ids, all other files are one document each, in UTF-8; text and JSON lines may be compressed as .gz or .zst. A
+    token ids, all other files are one document each, in UTF-8, unless they begin with a JSON object or are called .csv or
+    .tsv, which is refused; text and JSON lines may be compressed as .gz or .zst. A
     folder gives its .txt, .text, .md, .rst, .py, JSON lines and table files, subfolders included. Files are taken entry
     by entry, sorted within each, and one that is reached twice is read once; hidden files and marker files (_SUCCESS)
     are passed over. A text file or a line holds at most 1 GiB."""
@@ -129,9 +131,16 @@ class DataConfig(Section):
     """Processes that read and tokenise ahead; 0: a thread of the training process does. The rows are the same."""
 
     cache: str | None = None
-    """Folder in which tokenised documents are kept, by content, tokenizer and template, and found again; with a catalogue
+    """Folder (`~` is the home folder) in which tokenised documents are kept, by content, tokenizer and template, and found again; with a catalogue
     of the files, so that a later run neither unpacks nor parses them. Not set: documents are tokenised as they are
     needed."""
+
+    @pydantic.field_validator("cache")
+    @classmethod
+    def _cache_is_named(cls, value: str | None) -> str | None:
+        if value is not None and not value.strip():
+            raise ValueError(f"names no folder, got {value!r}; leave it out to tokenise documents as they are needed")
+        return value
 
     @pydantic.model_validator(mode="after")
     def _settings_agree(self) -> Self:
@@ -213,6 +222,13 @@ class EvaluationConfig(Section):
 
     @pydantic.model_validator(mode="after")
     def _one_source(self) -> Self:
+        for name, path in self.sets.items():
+            if not name.strip():
+                raise ValueError("evaluation.sets: every set needs a name, got an empty one; evaluation.path has none")
+            if not path:
+                raise ValueError(
+                    f"evaluation.sets.{name}: names no files, got {path!r}; name some or leave the set out"
+                )
         if self.path and self.holdout:
             raise ValueError("set either evaluation.path or evaluation.holdout, not both")
         if self.every and not self.path and not self.holdout and not self.sets:

@@ -11,7 +11,9 @@ import contextlib
 import itertools
 import json
 import os
+import pathlib
 import sys
+import tempfile
 
 from jaxllm.section import UserError
 
@@ -36,13 +38,18 @@ def show(cfg, count, step, out):
     import numpy as np
 
     from jaxllm.data.batch import Training
-    from jaxllm.data.pipeline import Packer
+    from jaxllm.data.pipeline import Packer, too_few
 
     data = cfg.data
     if count is None:
         data = data.model_copy(update={"repeat": False, "epochs": None})
-    training = Training(cfg)
-    try:
+    with contextlib.ExitStack() as stack:
+        if (data.tokenizer or "").startswith("bpe:") and not (pathlib.Path(cfg.output_dir) / "tokenizer").exists():
+            # a look leaves nothing in the folder of a run: the tokenizer that the run will train is trained elsewhere
+            elsewhere = stack.enter_context(tempfile.TemporaryDirectory())
+            cfg = cfg.model_copy(update={"output_dir": elsewhere})
+        training = Training(cfg)
+        stack.callback(training.close)
         lanes = np.arange(min(data.global_batch_size, count or data.global_batch_size))
         # Not a Pipeline, which refuses fewer documents than a batch has rows: what there is can be looked at.
         batches = Packer(training.source, data, cfg.seed, lanes, np.zeros((len(lanes), 2), np.int64))
@@ -54,17 +61,9 @@ def show(cfg, count, step, out):
         )
         for number, row, rows in itertools.islice(found, count):
             _print_row(training.tokenizer, rows, row, {"step": number, "row": row}, out)
-    finally:
-        training.close()
     print(training.summary, file=sys.stderr, flush=True)
-    passes = cfg.data.epochs or (None if cfg.data.repeat else 1)
-    if passes is not None and passes * len(training.documents) < cfg.data.global_batch_size:
-        print(
-            f"training will refuse this: {len(training.documents)} documents cannot fill a batch of "
-            f"data.global_batch_size = {cfg.data.global_batch_size} rows; lower it, or set data.repeat = true",
-            file=sys.stderr,
-            flush=True,
-        )
+    if wrong := too_few(training.source, cfg.data, cfg.seed):
+        print(f"training will refuse this: {wrong}", file=sys.stderr, flush=True)
 
 
 def _print_row(tokenizer, rows, row, line, out):
@@ -73,7 +72,7 @@ def _print_row(tokenizer, rows, row, line, out):
     line["loss_mask"] = [int(weight) if weight in (0, 1) else float(weight) for weight in weights]
     line["positions"], line["segment_ids"] = rows["positions"][row].tolist(), rows["segment_ids"][row].tolist()
     if tokenizer is not None:
-        line["text"] = "".join(text for text, _ in _spans(tokenizer, rows, row))
+        line["text"] = tokenizer.decode(rows["tokens"][row][rows["segment_ids"][row] > 0])
     print(json.dumps(line), file=out)
     if tokenizer is not None and out.isatty():
         for text, trained in _spans(tokenizer, rows, row):
@@ -82,14 +81,23 @@ def _print_row(tokenizer, rows, row, line, out):
 
 
 def _spans(tokenizer, rows, row):
-    """(text, whether its tokens are targets in this row) of the row's stretches of one or the other, padding left out."""
+    """(text, whether its tokens are targets in this row) of the row's stretches of one or the other, padding left out.
+
+    The row is decoded as a whole, for a stretch by itself may lose the space that it begins with; where a stretch ends in
+    that text is told by decoding up to there, and a character whose bytes are divided belongs to the later stretch."""
     tokens, segments, weights = (rows[name][row] for name in ("tokens", "segment_ids", "loss_weights"))
     trained = [False] + [
         bool(weight) and before == after for weight, before, after in zip(weights, segments, segments[1:], strict=False)
     ]
     places = [place for place in range(len(tokens)) if segments[place]]
+    real, count, begin = tokens[places], 0, 0
+    whole = tokenizer.decode(real)
     for (_, is_trained), group in itertools.groupby(places, key=lambda place: (segments[place], trained[place])):
-        yield tokenizer.decode([tokens[place] for place in group]), is_trained
+        count += len(list(group))
+        pairs = zip(tokenizer.decode(real[:count]), whole, strict=False)
+        end = max(begin, sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        yield whole[begin:end], is_trained
+        begin = end
 
 
 def main(arguments=None) -> int:

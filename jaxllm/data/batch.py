@@ -7,15 +7,18 @@ below it everything is jax.Array.
 """
 
 import dataclasses
+import functools
 import hashlib
 import itertools
+import os
+import socket
 
 import jax
 import numpy as np
 
 from jaxllm.attention import row_layout
 from jaxllm.data import cache, summary
-from jaxllm.data.pipeline import Pipeline, Rendering, empty_rows
+from jaxllm.data.pipeline import Pipeline, Rendering, cut_for, empty_rows
 from jaxllm.data.render import load_tokenizer, make_renderer, render_for
 from jaxllm.data.sources import open_documents, read_documents
 from jaxllm.data.workers import Workers
@@ -164,6 +167,49 @@ def _check_some_left(documents, totals, purpose):
         )
 
 
+def _on_all_alike(key, what, read):
+    """`read()` on every process: something with a fingerprint, which must be the same everywhere; None is alike too.
+
+    With several processes all must call it. An error of one ends all: there with its own message, elsewhere with a
+    UserError that names the process and its host. So does a different fingerprint, for the order of the data and the
+    meaning of a position hang on it, and nothing later would show that processes train on different orders.
+    """
+    if jax.process_count() == 1:
+        return read()
+    result, error = None, None
+    try:
+        result = read()
+    except Exception as caught:
+        error = caught
+    host = socket.gethostname().encode()[:48].ljust(48, b"\0")
+    mark = bytes.fromhex(result.fingerprint) if result is not None else bytes(16)
+    told = _gather(np.frombuffer(bytes([error is not None, 0, 0, 0]) + mark + host, np.int32))
+    found = [(row[0] != 0, row[4:20], row[20:].rstrip(b"\0").decode(errors="replace")) for row in _rows_of(told)]
+    if error is not None:
+        raise error
+    named = [f"process {number} on {host}" for number, (*_, host) in enumerate(found)]
+    if failed := [name for name, (bad, *_) in zip(named, found, strict=True) if bad]:
+        raise UserError(f"{key}: {', '.join(failed)} could not read the {what}; its own message says why")
+    if others := [name for name, (_, mark, _) in zip(named, found, strict=True) if mark != found[0][1]]:
+        raise UserError(
+            f"{key}: {', '.join(others)} found another {what} than {named[0]}; all processes must read the same "
+            "files under the same names: copy them anew, or name a folder that all hosts share"
+        )
+    return result
+
+
+def _rows_of(told):
+    """The bytes that each process gave to _gather."""
+    return [row.tobytes() for row in told.reshape(jax.process_count(), -1)]
+
+
+def _counted(documents, source, purpose):
+    """The Totals of a source that has some: told where it is counted, so that all processes learn of it."""
+    totals = summary.count_all(source)
+    _check_some_left(documents, totals, purpose)
+    return totals
+
+
 class Training:
     """What a config trains on, without devices: documents and held_out, tokenizer, render, and `source`, which a
     Pipeline reads. summary, fingerprint: str; where documents are rendered to be counted, this takes as long, and with
@@ -171,16 +217,30 @@ class Training:
 
     def __init__(self, cfg):
         data = cfg.data
-        self.documents, self.held_out = open_documents(data, cfg.evaluation)
-        _check_ids(self.documents, cfg.model.vocab_size)
-        self.tokenizer = load_tokenizer(cfg, self.documents)
-        self.render = make_renderer(cfg, self.tokenizer)
+        opened = []
+
+        def open_training():
+            opened[:] = open_documents(data, cfg.evaluation)
+            _check_ids(opened[0], cfg.model.vocab_size)
+            return opened[0]
+
+        self.documents = _on_all_alike("data.path", "set of documents", open_training)
+        self.held_out = opened[1]
+
+        def load_renderer():
+            self.tokenizer = load_tokenizer(cfg, self.documents)
+            return make_renderer(cfg, self.tokenizer)
+
+        self.render = _on_all_alike("data.tokenizer", "tokenizer or template", load_renderer)
         # with weights the order depends on where one source ends and the next begins
         borders = str([count for _, _, count in self.documents.sources]) if data.weights else ""
+        self.source, self._close, totals = Rendering(self.documents, self.render), lambda: None, None
+        # a position counts pieces where documents are cut into some
+        numbered = cut_for(data, self.source)
+        borders += str(numbered.sources) if numbered is not self.source else ""
         self.fingerprint = hashlib.blake2b(
             (self.documents.fingerprint + self.render.fingerprint + borders).encode(), digest_size=16
         ).hexdigest()
-        self.source, self._close, totals = Rendering(self.documents, self.render), lambda: None, None
         if data.cache:
             self.source = cache.cached(self.source, data)
             totals = self.source.totals
@@ -190,7 +250,7 @@ class Training:
         try:
             self.summary = self.documents.summary()
             if totals is None and data.kind in ("chat", "prompt"):
-                totals = cache.on_first_process(lambda: summary.count_all(self.source))
+                totals = cache.on_first_process(lambda: _counted(self.documents, self.source, "train on"))
             _check_some_left(self.documents, totals, "train on")
             if jax.process_index() == 0:
                 self.summary += "\n" + summary.describe(data, cfg.seed, self.documents, self.source, totals)
@@ -231,24 +291,51 @@ class Batches:
         except BaseException:
             training.close()
             raise
-        self._agree = (cfg.data.epochs is not None or not cfg.data.repeat) and jax.process_count() > 1
+        self._ahead = None  # (item, states of all processes, an error of this one) of the batch to come
 
     def __iter__(self):
         return self
 
     def __next__(self):
-        item = next(self._pipeline, None)
-        if self._agree:  # lanes end at different steps; a process that is done goes on with padding until all are
-            more = _gather(np.array([item is not None], np.int32)).any()
+        if jax.process_count() == 1:
+            item = next(self._pipeline, None)
+            if item is None:
+                raise StopIteration
         else:
-            more = item is not None
-        if not more:
-            raise StopIteration
+            item = self._agreed()
         rows, self._cursors = item or (
             empty_rows(len(self._pipeline.lanes), self._pipeline.config.seq_len),
             self._cursors,
         )
         return to_device(rows, self._num_microbatches, self._mesh, self._size, self._window)
+
+    def _agreed(self):
+        """The next item of this process, None for rows of padding; StopIteration when no process has one, and an error on
+        all processes when one has an error, else the others would wait for it in the middle of a step.
+
+        Lanes end at different steps; a process that is done goes on with padding until all are. The states of a batch are
+        sent before the batch ahead of it is trained on, so that reading them here waits for no step.
+        """
+        item, states, error = self._ahead or self._look_ahead()
+        states = np.asarray(states.addressable_data(0)).reshape(-1)
+        if error is not None:
+            raise error
+        if failed := np.flatnonzero(states == _FAILED).tolist():
+            raise UserError(
+                f"data: process {', '.join(map(str, failed))} could not go on reading; its own message says why"
+            )
+        if not (states == _MORE).any():
+            raise StopIteration
+        self._ahead = self._look_ahead()
+        return item
+
+    def _look_ahead(self):
+        item, error = None, None
+        try:
+            item = next(self._pipeline, None)
+        except Exception as caught:
+            error = caught
+        return item, _sent_to_all(_FAILED if error else _ENDED if item is None else _MORE), error
 
     @property
     def cursors(self):
@@ -264,6 +351,26 @@ class Batches:
         """Ends the background thread and the workers."""
         self._training.close()  # first: the thread may be waiting for one
         self._pipeline.close()
+
+
+_ENDED, _MORE, _FAILED = range(3)  # what a process has for a batch
+
+
+def _sent_to_all(state):
+    """A number of every process, as an array i32[processes] that is there on all of them; not waited for. Collective."""
+    by_process = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    devices = np.array(by_process).reshape(jax.process_count(), -1)[:, :1]
+    mesh = jax.sharding.Mesh(devices, ("process", "one"))
+    shared = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("process"))
+    mine = np.array([state], np.int32)
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    values = jax.make_array_from_process_local_data(shared, mine, (jax.process_count(),))
+    return _copy_to(everywhere)(values)
+
+
+@functools.cache
+def _copy_to(sharding):
+    return jax.jit(lambda values: values, out_shardings=sharding)
 
 
 def _gather(values):
@@ -302,6 +409,7 @@ class EvaluationBatches:
             raise UserError(
                 f"evaluation.batch_size: {self._size} rows do not divide over {shards} shares of the mesh's batch axes"
             )
+        _on_all_alike(documents.key, "set of documents", lambda: documents)
         _check_ids(documents, cfg.model.vocab_size)
         alone = {"global_batch_size": 1, "shuffle": False, "repeat": False, "epochs": None, "weights": None}
         self._config = cfg.data.model_copy(update=alone)
@@ -310,7 +418,7 @@ class EvaluationBatches:
             self._source = cache.cached(self._source, cfg.data)
             totals = self._source.totals
         elif cfg.data.kind in ("chat", "prompt"):
-            totals = cache.on_first_process(lambda: summary.count_all(self._source))
+            totals = cache.on_first_process(lambda: _counted(documents, self._source, "evaluate on"))
         _check_some_left(documents, totals, "evaluate on")
         self.summary = documents.summary()
         if totals is not None and jax.process_index() == 0:
@@ -359,6 +467,23 @@ def evaluation_sets(cfg, batches, mesh=None):
     if batches.held_out is not None:
         sets[""] = make_eval_batches(cfg, mesh, batches)
     for name, path in cfg.evaluation.sets.items():
-        documents = read_documents(cfg.data, path, f"evaluation.sets.{name}")
+        key = f"evaluation.sets.{name}"
+        documents = _on_all_alike(key, "set of documents", functools.partial(read_documents, cfg.data, path, key))
         sets[name] = EvaluationBatches(cfg, mesh, documents, batches.render)
+    trained = getattr(batches, "documents", None)
+    for held_out in sets.values():
+        if trained is not None and held_out.documents.key != trained.key:
+            held_out.summary += _also_trained_on(held_out.documents, trained)
     return sets
+
+
+def _also_trained_on(documents, training):
+    """What to add to the summary of evaluation documents when some of their files are those of the training."""
+    known = {os.path.realpath(file.path) for file in training.files}
+    both = [file.path for file in documents.files if os.path.realpath(file.path) in known]
+    if not both:
+        return ""
+    return (
+        f"; {len(both)} of its {len(documents.files)} files are in data.path too, so it measures what is trained on "
+        f"(first: {both[0]})"
+    )

@@ -1,7 +1,8 @@
 """The token cache: documents that were rendered once, found again by number, mapped from disk.
 
 A cache is a folder inside data.cache whose name begins with its key, a hash of everything its tokens depend on: the
-documents' content, the tokenizer, the template, what is trained, and the length where documents are cut. So there is no
+documents' content, the tokenizer, the template, what is trained, the length where documents are cut, and the code that
+reads and renders (our modules and the versions of the libraries that tokenise and fill templates). So there is no
 stale cache, only one that no run asks for any more. One whose files are not of the length that its own table of contents
 says is passed over with a line and kept, and the next is built beside it; nothing here ever deletes a finished cache.
 A cache appears whole, by a rename. Of two runs that build the same one at once, the second to finish uses the first's.
@@ -15,6 +16,7 @@ import array
 import contextlib
 import errno
 import hashlib
+import importlib.metadata
 import itertools
 import json
 import os
@@ -32,6 +34,7 @@ from jaxllm.data.workshop import workshop
 from jaxllm.section import UserError
 
 VERSION = 1
+HERE = pathlib.Path(__file__).parent
 FILES = ("tokens.i32", "weights.bits", "lengths.i32", "last.i32")
 
 
@@ -69,8 +72,21 @@ class TokenCache(Rendering):
 
 def key_of(documents, render, data):
     """The hash that names the cache of these documents."""
-    parts = [VERSION, documents.fingerprint, render.fingerprint, data.kind]
+    parts = [VERSION, documents.fingerprint, render.fingerprint, data.kind, _code(data.kind)]
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+
+def _code(kind):
+    """What makes the tokens of a kind besides its input: our own modules, by their bytes, and the libraries' versions."""
+    chat = kind == "chat"
+    modules = ("formats", "sources", "render", *["chat"] * chat)
+    own = [hashlib.blake2b((HERE / f"{name}.py").read_bytes()).hexdigest() for name in modules]
+    for package in ("tokenizers", *["jinja2", "mistral-common"] * chat):
+        try:
+            own.append(importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:
+            own.append(None)
+    return own
 
 
 def find(folder, key, documents, tell=None):
@@ -196,7 +212,7 @@ def on_first_process(action):
     if errors:
         raise errors[0]
     if state == 2:
-        raise UserError("data: process 0 could not read the documents; its own message says why")
+        raise UserError("data: process 0 could not go on with the documents; its own message says why")
     return result[0] if first else None
 
 

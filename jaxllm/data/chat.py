@@ -26,7 +26,15 @@ import re
 
 import numpy as np
 
-from jaxllm.data.render import EMPTY, BadRecord, Renderer, control_pattern, strings_of, tokenizer_settings
+from jaxllm.data.render import (
+    EMPTY,
+    MORE_TEMPLATES,
+    BadRecord,
+    Renderer,
+    control_pattern,
+    strings_of,
+    tokenizer_settings,
+)
 from jaxllm.section import UserError
 
 TODAY = datetime.datetime(2024, 7, 26)  # the day that Llama 3's templates name when they are told none
@@ -41,18 +49,29 @@ class ChatTemplate:
     """A chat template: `render` gives the text and the parts inside generation tags. Picklable.
 
     source: Jinja. names: {"bos_token": ..., ...}, the special tokens that it may write. where: its file, for messages.
+    tool_source: another template for conversations with tools, as some models have; None: the same.
     """
 
-    def __init__(self, source, names, where):
-        self.source, self.names, self.where = source, names, where
-        self.has_generation_tags = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
+    def __init__(self, source, names, where, tool_source=None):
+        self.source, self.names, self.where, self.tool_source = source, names, where, tool_source
         self._compiled  # noqa: B018  a template that is no Jinja is told now
 
     def __getstate__(self):
         return {name: value for name, value in self.__dict__.items() if name != "_compiled"}
 
+    def has_generation_tags(self, tools):
+        """Whether the template for conversations with these tools says what is trained."""
+        return re.search(r"\{%-?\s*generation\s*-?%\}", self._source(tools)) is not None
+
+    def _source(self, tools):
+        return self.tool_source if tools and self.tool_source is not None else self.source
+
     @functools.cached_property
     def _compiled(self):
+        """{source: compiled}."""
+        return {source: self._compile(source) for source in (self.source, self.tool_source) if source is not None}
+
+    def _compile(self, source):
         try:
             import jinja2
             import jinja2.ext
@@ -88,16 +107,17 @@ class ChatTemplate:
         environment.globals["raise_exception"] = raise_exception
         environment.globals["strftime_now"] = TODAY.strftime
         try:
-            return environment.from_string(self.source)
+            return environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise UserError(f"data.chat_template: {self.where}:{error.lineno}: {error.message}") from None
 
-    def render(self, messages, tools=None, add_generation_prompt=False):
-        """(text, [(begin, end)] of what generation tags enclose). Raises BadRecord with the template's complaint."""
+    def render(self, messages, tools=None, add_generation_prompt=False, like=None):
+        """(text, [(begin, end)] of what generation tags enclose, be it nothing). Raises BadRecord with the template's
+        complaint. like: the tools that the template is chosen for, by default `tools`."""
         import jinja2
 
         try:
-            marked = self._compiled.render(
+            marked = self._compiled[self._source(like or tools)].render(
                 messages=messages,
                 tools=tools,
                 documents=None,
@@ -114,7 +134,7 @@ class ChatTemplate:
                 opened.append(length)
             elif part == END:
                 begin = opened.pop()
-                if begin < length and not opened:
+                if not opened:
                     spans.append((begin, length))
             else:
                 text.append(part)
@@ -124,7 +144,8 @@ class ChatTemplate:
 
 def find_template(tokenizer, data):
     """The ChatTemplate of data.chat_template, else of the tokenizer's folder (chat_template.jinja, then
-    tokenizer_config.json); None if there is none."""
+    tokenizer_config.json); None if there is none. Of several by name it has "default", and "tool_use" for conversations
+    with tools, as transformers chooses (tokenization_utils_base, get_chat_template)."""
     settings = tokenizer_settings(tokenizer.folder)
     extra = settings.get("extra_special_tokens")
     names = {}
@@ -143,13 +164,16 @@ def find_template(tokenizer, data):
         return ChatTemplate(file.read_text(encoding="utf-8"), names, str(file))
     file = tokenizer.folder / "chat_template.jinja"
     if file.is_file():
-        return ChatTemplate(file.read_text(encoding="utf-8"), names, str(file))
-    source = settings.get("chat_template")
+        beside = tokenizer.folder / MORE_TEMPLATES / "tool_use.jinja"
+        tool_source = beside.read_text(encoding="utf-8") if beside.is_file() else None
+        return ChatTemplate(file.read_text(encoding="utf-8"), names, str(file), tool_source)
+    source, tool_source = settings.get("chat_template"), None
     if isinstance(source, list):  # several, by name
-        source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
+        by_name = {entry.get("name"): entry["template"] for entry in source}
+        source, tool_source = by_name.get("default"), by_name.get("tool_use")
     if source is None:
         return None
-    return ChatTemplate(source, names, f"{tokenizer.folder / 'tokenizer_config.json'} (chat_template)")
+    return ChatTemplate(source, names, f"{tokenizer.folder / 'tokenizer_config.json'} (chat_template)", tool_source)
 
 
 def make_chat_renderer(tokenizer, data):
@@ -192,9 +216,11 @@ class _ConversationRenderer(Renderer):
         for number, (record, where) in enumerate(records):
             # templates would write "None" for a content that is null
             messages = [{key: value for key, value in m.items() if value is not None} for m in record["messages"]]
+            weights = [message.pop("weight", None) for message in messages]
             try:
                 self._check(messages)
-                ready.append((number, where, self._prepare(messages, record.get("tools") or None)))
+                trains = self._which_are_trained(messages, weights)
+                ready.append((number, where, self._prepare(messages, record.get("tools") or None, trains)))
             except BadRecord as error:
                 self._bad(where, f"{error} (roles: {_roles(messages)})")
         for (number, where, _), encoded in zip(ready, self._encode([item for *_, item in ready]), strict=True):
@@ -223,6 +249,19 @@ class _ConversationRenderer(Renderer):
             raise BadRecord(f"no message of a role that is trained ({', '.join(self.train_on)})")
         if any(MARKS.search(text) for text in strings_of(messages)):
             raise BadRecord("it holds private-use characters from U+10FFF0 on, which mark places here")
+
+    def _which_are_trained(self, messages, weights):
+        """bool of each message. weights: what the messages say of themselves, 0, 1 or None; see formats.Records."""
+        for number, (message, weight) in enumerate(zip(messages, weights, strict=True), start=1):
+            if weight and message["role"] not in self.train_on:
+                raise BadRecord(
+                    f"message {number} says that it is trained, but its role {message['role']!r} is not in data.train_on "
+                    f"({', '.join(self.train_on)})"
+                )
+        trains = [m["role"] in self.train_on and w != 0 for m, w in zip(messages, weights, strict=True)]
+        if not any(trains):
+            raise BadRecord("every message of a role that is trained says that it is not (weight, train or training)")
+        return trains
 
 
 def _roles(messages):
@@ -254,14 +293,15 @@ class ChatRenderer(_ConversationRenderer):
         super().__init__(tokenizer, data)
         self.template = template
         added = tokenizer.library.get_added_tokens_decoder()
-        self.control_ids = _control_ids(added, template.source)
+        self.control_ids = _control_ids(added, template.source + (template.tool_source or ""))
         # What may end a turn: a token that is called special. (A `</tool_call>` of the template's ends no turn.)
         self.special = {token.content for token in added.values() if token.special} | {template.names.get("eos_token")}
         self._places = {name: place for place, name in enumerate(sorted(self.control_ids))}
         self.controls = control_pattern(self.control_ids)
         self._hints = sorted({text[:2] for text in self.control_ids})
+        sources = [template.source, *[template.tool_source] * (template.tool_source is not None)]
         self.fingerprint = self._fingerprint(
-            template.source, template.names, self.train_on, data.add_bos, data.on_long, data.on_bad, data.seq_len
+            *sources, template.names, self.train_on, data.add_bos, data.on_long, data.on_bad, data.seq_len
         )
         if data.add_bos is False and tokenizer.bos_id is not None:
             turns = [{"role": role, "content": "a"} for role in ("user", "assistant") * 2]
@@ -270,16 +310,19 @@ class ChatRenderer(_ConversationRenderer):
 
     # ------------------------------------------------------------------------------------------------ text and spans
 
-    def _prepare(self, messages, tools):
+    def _prepare(self, messages, tools, trains):
         text, tagged = self.template.render(messages, tools)
+        if tools and text == self._render_or_none(messages, None, like=tools):
+            raise BadRecord(
+                f"it has tools, but the chat template {self.template.where} writes nothing of them; take them away, or name "
+                "a template for tools in data.chat_template"
+            )
         conversation = self._told_apart(text, messages, tools)
-        if self.template.has_generation_tags and self.train_on == ["assistant"]:
-            conversation.spans = self._tagged_spans(conversation, messages, tools, tagged)
+        if self.template.has_generation_tags(tools) and self.train_on == ["assistant"]:
+            conversation.spans = self._tagged_spans(conversation, messages, tools, tagged, trains)
         else:
             conversation.spans = [
-                self._span(conversation, messages, tools, number)
-                for number, message in enumerate(messages)
-                if message["role"] in self.train_on
+                self._span(conversation, messages, tools, number) for number in range(len(messages)) if trains[number]
             ]
             ends = [0, *(end for _, end in conversation.spans)]
             if any(begin < end for (begin, _), end in zip(conversation.spans, ends, strict=False)):
@@ -321,22 +364,88 @@ class ChatRenderer(_ConversationRenderer):
             return {name: self._mark(item) for name, item in value.items()}
         return [self._mark(item) for item in value] if isinstance(value, list) else value
 
-    def _tagged_spans(self, conversation, messages, tools, tagged):
-        """The parts inside generation tags, each with its end token even if the tags leave that out."""
+    def _tagged_spans(self, conversation, messages, tools, tagged, trains):
+        """The parts inside generation tags, each with its end token even if the tags leave that out; of the turns that are
+        trained."""
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        if len(tagged) < len(turns):
-            raise BadRecord(
-                f"the generation tags of the chat template {self.template.where} enclose {len(tagged)} parts, but there "
-                f"are {len(turns)} assistant turns"
-            )
+        owners = self._owners(conversation.text, messages, tools, tagged, turns, trains)
+        filled = {owner for owner, (begin, end) in zip(owners, tagged, strict=True) if begin < end}
+        # tags around nothing: an empty answer, of which the end token is trained, or a part that a turn does without
+        tagged = [
+            (begin, end)
+            for owner, (begin, end) in zip(owners, tagged, strict=True)
+            if trains[owner] and (begin < end or owner not in filled)
+        ]
         controls, spans = {end: conversation.text[begin:end] for begin, end in conversation.controls}, []
-        closing = self._closing(messages, tools, turns[-1]) if turns else None
+        closing, begins = self._closing(messages, tools, turns[-1]) if turns else None, {begin for begin, _ in tagged}
         for begin, end in tagged:
             last = controls.get(begin + len(conversation.text[begin:end].rstrip()))
-            if last is None or last not in (closing, self.template.names.get("eos_token")):
+            goes_on = begin < end and end in begins  # the turn's next part follows at once
+            if not goes_on and (last is None or last not in (closing, self.template.names.get("eos_token"))):
                 end = self._end_token(conversation, end, closing)
             spans.append((begin, end))
         return spans
+
+    def _owners(self, text, messages, tools, tagged, turns, trains):
+        """The number of the assistant turn that each tagged part belongs to; every turn must have one.
+
+        A part that is a turn's content tells that by itself, unless another turn says the same. Otherwise the conversation
+        is rendered with a stand-in for every content. Turns without any (tool calls alone) have, in order, the parts
+        between those of their neighbours.
+        """
+        contents = [messages[number].get("content") for number in turns]
+        plain = [content.strip() if isinstance(content, str) else "" for content in contents]
+        if len(tagged) == len(turns) and all(plain) and len(set(plain)) == len(plain):
+            parts = [text[begin:end].strip() for begin, end in tagged]
+            ends = {"", *self.special}
+            if all(part.startswith(c) and part[len(c) :].strip() in ends for part, c in zip(parts, plain, strict=True)):
+                return turns
+        standins, changed = {}, list(messages)
+        for number, content in zip(turns, plain, strict=True):
+            if content or not messages[number].get("tool_calls"):
+                standins[number] = f"{CONTENT}{number}{CONTENT_END}"
+                changed[number] = messages[number] | {"content": standins[number]}
+        other, parts = self.template.render(changed, tools)
+        owners = []
+        for begin, end in parts:
+            found = [number for number, standin in standins.items() if standin in other[begin:end]]
+            if len(found) > 1:
+                raise BadRecord(self._untold(f"one part holds the messages {', '.join(str(n + 1) for n in found)}"))
+            owners.append(found[0] if found else None)
+        if len(parts) != len(tagged):
+            raise BadRecord(self._untold(f"{len(tagged)} parts become {len(parts)} when other contents stand there"))
+        if lost := [number for number in standins if number not in owners]:
+            raise BadRecord(self._untold(f"no part holds message {lost[0] + 1}"))
+        if [n for n in owners if n is not None] != sorted(n for n in owners if n is not None):
+            raise BadRecord(self._untold("the parts have another order than the messages"))
+        return self._shared_out(owners, tagged, turns, standins, trains)
+
+    def _shared_out(self, owners, tagged, turns, standins, trains):
+        """`owners` with a turn for the parts that have None: between two that are known, one for each turn without a
+        content, and what is left for the turn before. Which is whose must not matter where there are more parts than
+        turns: all of these turns are trained, or none."""
+        out, place, before = list(owners), 0, None
+        known = [(place, owner) for place, owner in enumerate(owners) if owner is not None]
+        for stop, owner in [*known, (len(owners), None)]:
+            last = turns[-1] + 1 if owner is None else owner
+            waiting = [n for n in turns if (-1 if before is None else before) < n < last and n not in standins]
+            free = [n for n in range(place, stop) if tagged[n][0] < tagged[n][1]]
+            ahead = before if before is not None else waiting[0] if waiting else owner
+            if len(free) < len(waiting):
+                raise BadRecord(self._untold(f"{len(free)} parts stand for the {len(waiting)} turns without a content"))
+            if len(free) > len(waiting) and len({trains[n] for n in (ahead, *waiting)}) > 1:
+                raise BadRecord(self._untold(f"{len(free)} parts stand between two of which one is not trained"))
+            out[place:stop] = [ahead] * (stop - place)
+            for n, turn in zip(free[len(free) - len(waiting) :], waiting, strict=True):
+                out[n] = turn
+            place, before = stop + 1, before if owner is None else owner
+        return out
+
+    def _untold(self, what):
+        return (
+            f"the generation tags of the chat template {self.template.where} do not say of every assistant turn what is trained "
+            f"of it: {what}"
+        )
 
     def _span(self, conversation, messages, tools, number):
         """(begin, end) in the text of what is trained of one message: from where the model is asked to go on, to the end
@@ -522,7 +631,7 @@ class MistralRenderer(_ConversationRenderer):
             ) from None
         return MistralTokenizer.from_file(str(self.tokenizer.file), mode=ValidationMode.finetuning)
 
-    def _prepare(self, messages, tools):
+    def _prepare(self, messages, tools, trains):
         """(tokens, trained): every answer's tokens, as the tokenizer gives them, must stand before its EOS."""
         from mistral_common.exceptions import MistralCommonException
         from mistral_common.protocol.instruct.request import ChatCompletionRequest
@@ -538,14 +647,18 @@ class MistralRenderer(_ConversationRenderer):
             raise BadRecord(f"mistral-common complains: {error}") from None
         tokens = np.array(tokens, np.int32)
         ends = np.flatnonzero(tokens == self.tokenizer.eos_id)
-        answers = [message["content"] for message in plain if message["role"] == "assistant"]
+        answers = [
+            (message["content"], wanted)
+            for message, wanted in zip(plain, trains, strict=True)
+            if message["role"] == "assistant"
+        ]
         trained = np.zeros(len(tokens), bool)
         if len(ends) == len(answers):
-            for end, answer in zip(ends, answers, strict=True):
+            for end, (answer, wanted) in zip(ends, answers, strict=True):
                 ids = self._mistral.instruct_tokenizer.tokenizer.encode(answer, bos=False, eos=True)
                 begin = end + 1 - len(ids)
                 if begin > 0 and tokens[begin : end + 1].tolist() == ids:
-                    trained[begin : end + 1] = True
+                    trained[begin : end + 1] = wanted
                 else:
                     break
             else:

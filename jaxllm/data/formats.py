@@ -27,7 +27,8 @@ TEXT = (".txt", ".text", ".md", ".rst", ".py")
 TABLES = (".parquet", ".arrow", ".feather", ".ipc")
 ARRAYS = (".npy", ".bin")
 COMPRESSED = (".gz", ".zst")
-UNREADABLE = (".zip", ".bz2", ".xz", ".tar", ".tgz", ".npz", ".pkl", ".pt")
+SHEETS = (".csv", ".tsv")
+UNREADABLE = (".zip", ".bz2", ".xz", ".tar", ".tgz", ".npz", ".pkl", ".pt", *SHEETS)
 READS = {  # the shapes of files that can hold records of a kind
     "text": ("lines", "text", "table"),
     "chat": ("lines", "table"),
@@ -35,6 +36,12 @@ READS = {  # the shapes of files that can hold records of a kind
     "tokens": ("lines", "table", "array"),
 }
 TOKEN_FIELDS = ("tokens", "input_ids")
+MASKS = {  # of token ids: what such a field may say without changing what is trained
+    "attention_mask": "1 at every place",
+    "loss_mask": "1 at every place",
+    "labels": "the ids themselves",
+}
+SWITCHES = ("weight", "train", "training")  # of a message: whether it is trained
 BLOCK = 1 << 24  # bytes of a table or an array that are held at once, unless one record is larger
 SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -54,6 +61,25 @@ def shape_of(path):
         return None, ending + compression, compression
     shapes = {"lines": JSON_LINES, "table": TABLES, "array": ARRAYS}
     return next((shape for shape, endings in shapes.items() if ending in endings), "text"), ending, compression
+
+
+def begins_with_object(path):
+    """Whether the first line of a text file that has anything on it is a JSON object; of a line longer than 1 MiB,
+    whether it begins like one. False for a file that cannot be read: its reader says why."""
+    try:
+        with open_stream(path) as stream:
+            line = b"\n"
+            while line and not line.strip():
+                line = stream.readline(1 << 20).removeprefix(b"\xef\xbb\xbf")
+    except (OSError, Bad):
+        return False
+    line = line.strip()
+    if len(line) > (1 << 20) - 4:
+        return re.match(rb'\{\s*"[^"]*"\s*:', line) is not None
+    try:
+        return line.startswith(b"{") and isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _library(name, path, package=None):
@@ -280,14 +306,14 @@ class Records:
     """What a record of one kind must look like, and how records that cannot be read again in their file are kept.
 
     kind "text": str; "chat": {"messages": [{"role", "content", ...}, ...]} with "tools" if there are any, where only the
-    content beside "tool_calls" may be null; "prompt": {"prompt": str, "completion": str}; "tokens": int32[n]. fields:
+    content beside "tool_calls" may be null; a message's "weight" (0 or 1), "train" or "training" (true or false) becomes
+    "weight", 0 or 1, which says whether it is trained; "prompt": {"prompt": str, "completion": str}; "tokens": int32[n]. fields:
     {setting: name of the field that it chooses}.
     """
 
     def __init__(self, kind, fields, on_bad):
         self.kind, self.fields, self.on_bad = kind, fields, on_bad
         self.replaced = self.surrogates = 0  # records in which something was replaced
-        self.notes = set()
 
     def columns(self, names):
         """The fields to read out of those that a record or table has; raises Bad if one is missing."""
@@ -296,7 +322,7 @@ class Records:
             if len(chosen) != 1:
                 found = "both are there" if chosen else "neither is there"
                 raise Bad(f"one field of token ids is wanted, 'tokens' or 'input_ids'; {found} ({_listed(names)})")
-            self.notes.update(f"field {name!r} is not used: every token is trained" for name in _masks(names))
+            chosen += [name for name in MASKS if name in names]
         else:
             chosen = [self._present(setting, names) for setting in self.fields]
             if self.kind == "chat" and "tools" in names:
@@ -310,7 +336,10 @@ class Records:
         counts."""
         columns = self.columns(row)
         if self.kind == "tokens":
-            return self._tokens(columns[0], row[columns[0]])
+            ids = self._tokens(columns[0], row[columns[0]])
+            for name in columns[1:]:
+                _check_mask(name, row[name], ids)
+            return ids
         if self.kind == "chat":
             record = self._chat(row, columns[0])
         else:
@@ -419,11 +448,27 @@ def _message(message, where):
         if not isinstance(value, str) and not (name == "content" and value is None and message.get("tool_calls")):
             known = ["role"] * (role is not None) + ["content"] * (content is not None) + list(message)
             raise Bad(f"{where}: {name!r} is {kind_of(value)}, a string is wanted ({_listed(known)})")
-    return {"role": role, "content": content, **message}
+    switches = {name: message.pop(name) for name in SWITCHES if name in message}
+    for name, value in switches.items():
+        if type(value) not in (bool, int, float) or value not in (0, 1):
+            wanted = "0 or 1" if name == "weight" else "true or false"
+            raise Bad(f"{where}: {name!r} says whether the message is trained, {wanted} is wanted, got {value!r}")
+    if len(set(switches.values())) > 1:
+        raise Bad(f"{where}: {' and '.join(map(repr, switches))} contradict each other")
+    weight = {"weight": int(next(iter(switches.values())))} if switches else {}
+    return {"role": role, "content": content, **message, **weight}
 
 
-def _masks(names):
-    return [name for name in ("labels", "loss_mask") if name in names]
+def _check_mask(name, values, ids):
+    """Raises Bad when a field beside token ids asks for something else than to train on all of them."""
+    if values is None:
+        return
+    wanted = (ids if name == "labels" else np.ones(len(ids))) if ids is not None else np.zeros(0)
+    if not isinstance(values, list | np.ndarray) or not np.array_equal(np.asarray(values), wanted):
+        raise Bad(
+            f'field {name!r} is not {MASKS[name]}, but with data.kind = "tokens" every id is trained and seen; cut padding '
+            "off, and take the field away where all that is left is to be trained"
+        )
 
 
 def _listed(names):

@@ -20,6 +20,10 @@ conversations of some hundred tokens and rows of 2,048 is the work of nine later
 data.workers divide it, and from a token cache it is a tenth of that. It is not cut by a row that calls itself full
 sooner, because the last places are what the window is for.
 
+Where a step has more rows than there are documents, whole documents would give several lanes the same text at the same
+time. Documents that may be split are then cut into pieces first (`pieces_per_document`), and a lane's stream is one of
+pieces. Documents that stay whole ("first_fit", and all of "chat" and "prompt") are repeated; the summary says so.
+
 Several sources with weights are mixed here too, see `order_of`.
 """
 
@@ -97,6 +101,114 @@ def _counts(render):
     return {name: dict(getattr(render, name, {})) for name in COUNTS}
 
 
+# --- pieces of documents, where there are fewer than rows --------------------------------------------------------------
+
+
+def pieces_per_document(config, documents):
+    """[(first document, count, pieces)] of the sources that documents are drawn from: into how many pieces each of their
+    documents has to be cut so that the rows of a step, as far as they fall to the source, can hold different ones.
+
+    That is ceil(rows / documents), 1 where there are enough. Without data.weights there is one source.
+    """
+    sources = getattr(documents, "sources", None)
+    if config.weights is None or len(config.weights) == 1 or not sources:
+        parts = [(0, len(documents), 1.0)]
+    else:
+        total = math.fsum(config.weights)
+        parts = [(first, count, w / total) for (_, first, count), w in zip(sources, config.weights, strict=True)]
+    found = []
+    for first, count, share in parts:
+        rows = math.ceil(round(config.global_batch_size * share, 6))
+        found.append((first, count, max(1, -(-rows // count)) if count else 1))
+    return found
+
+
+def stays_whole(config):
+    """Whether documents are never split, not even over rows."""
+    return config.kind in ("chat", "prompt") or packing_of(config) == "first_fit"
+
+
+def cut_for(config, source):
+    """`source` (a Rendering or what is like one), or Pieces of it where it has fewer documents than a step has rows."""
+    found = [] if stays_whole(config) else pieces_per_document(config, source.documents)
+    return Pieces(source, found) if any(pieces > 1 for *_, pieces in found) else source
+
+
+class Pieces:
+    """The documents of a Rendering, those of each source cut into pieces of equally many tokens, to one; numbered through,
+    so that the pieces of a document follow each other.
+
+    A piece is what a row gets of a document that goes on in another row: its last target is the first token of the next
+    piece. A document that is cut is rendered once and kept: there are fewer of them than rows, each of which would hold
+    one anyway.
+
+    sources: [(name, first piece, count)], as those of Documents.
+    """
+
+    def __init__(self, source, parts):
+        self.documents, self._source, self._parts, self._kept = source.documents, source, parts, {}
+        self._edges = np.cumsum([0, *(count * pieces for _, count, pieces in parts)])
+        names = [name for name, *_ in getattr(source.documents, "sources", [])] if len(parts) > 1 else [""]
+        self.sources = [
+            (name, int(first), count * pieces)
+            for name, first, (_, count, pieces) in zip(names, self._edges[:-1], parts, strict=True)
+        ]
+        if hasattr(source, "submit"):
+            self.submit, self.count = self._submit, source.count
+
+    def __len__(self):
+        return int(self._edges[-1])
+
+    def _place(self, number):
+        """(document, piece, pieces) of a number."""
+        part = int(np.searchsorted(self._edges, number, side="right")) - 1
+        first, _, pieces = self._parts[part]
+        document, piece = divmod(int(number - self._edges[part]), pieces)
+        return first + document, piece, pieces
+
+    def where(self, number):
+        return self._source.where(self._place(number)[0])
+
+    def num_bytes(self, number):
+        document, _, pieces = self._place(number)
+        return self._source.num_bytes(document) // pieces
+
+    def rendered(self, numbers):
+        places = [self._place(number) for number in numbers]
+        wanted = list(dict.fromkeys(document for document, *_ in places if document not in self._kept))
+        found = dict(zip(wanted, self._source.rendered(wanted) if wanted else [], strict=True))
+        self._kept |= {document: found[document] for document, _, pieces in places if pieces > 1 and document in found}
+        return [_piece((self._kept | found)[document], piece, pieces) for document, piece, pieces in places]
+
+    def _submit(self, numbers):
+        places = [self._place(number) for number in numbers]
+        single = [document for document, _, pieces in places if pieces == 1]
+        rest = self._source.submit(single) if single else None
+        for document, _, pieces in places:
+            if pieces > 1 and document not in self._kept:
+                self._kept[document] = self._source.submit([document])
+        return _LaterPieces(places, self._kept, rest)
+
+
+class _LaterPieces:
+    """What Pieces.submit gives: a Future, as far as it is used here."""
+
+    def __init__(self, places, kept, rest):
+        self._places, self._kept, self._rest = places, kept, rest
+
+    def result(self):
+        rest = iter(self._rest.result() if self._rest else [])
+        return [
+            next(rest) if pieces == 1 else _piece(self._kept[document].result()[0], piece, pieces)
+            for document, piece, pieces in self._places
+        ]
+
+
+def _piece(document, piece, pieces):
+    count = len(document.tokens)
+    return type(document)(*(values[piece * count // pieces : (piece + 1) * count // pieces] for values in document))
+
+
 # --- the order of documents -------------------------------------------------------------------------------------------
 
 
@@ -156,7 +268,7 @@ class _Mixture:
 
 def order_of(config, seed, documents):
     """(order, length): `order[place]` is the number of the document at a place of the global order; length: how many
-    places there are, None without end.
+    places there are, None without end. documents may be Pieces.
 
     Without data.weights an epoch is every document once. With them, documents are drawn from the sources (`documents.
     sources`: name, first number, count) in proportion to their weights, each source in an order and in epochs of its
@@ -216,12 +328,30 @@ class _Lane:
             used, self.used = self.used & 1, self.used >> 1
 
 
+def ordered(source, config, seed):
+    """(source, order_of it): the source that a Packer numbers its documents by, cut into pieces where that is needed."""
+    source = cut_for(config, source)
+    return source, order_of(config, seed, source if isinstance(source, Pieces) else source.documents)
+
+
+def too_few(source, config, seed):
+    """What is wrong when the data ends before every row of one step got a document; None if it does not."""
+    length = ordered(source, config, seed)[1][1]
+    if length is None or length >= config.global_batch_size:
+        return None
+    passes = f", {config.epochs} times over," if config.epochs else ""
+    return (
+        f"data.global_batch_size: {len(source)} documents{passes} cannot fill a batch of "
+        f"{config.global_batch_size} rows; lower it, or set data.repeat = true"
+    )
+
+
 class Packer:
     """Fills rows, see Pipeline. Not thread-safe; an iterator of (rows, cursors) that owns the lanes' positions."""
 
     def __init__(self, source, config, seed, lanes, cursors):
-        self.source, self.config, self.packing = source, config, packing_of(config)
-        self.order, self.length = order_of(config, seed, source.documents)
+        self.config, self.packing = config, packing_of(config)
+        self.source, (self.order, self.length) = ordered(source, config, seed)
         self.lanes = [
             _Lane(number, cursor, self.packing == "first_fit") for number, cursor in zip(lanes, cursors, strict=True)
         ]
@@ -388,12 +518,8 @@ class Pipeline:
     def __init__(self, documents, render, config, *, seed=0, lanes=None, cursors=None, prefetch=2):
         lanes = np.arange(config.global_batch_size) if lanes is None else np.asarray(lanes)
         source = Rendering(documents, render) if render is not None else documents
-        if (config.epochs or not config.repeat) and len(source) * (config.epochs or 1) < config.global_batch_size:
-            passes = f", {config.epochs} times over," if config.epochs else ""
-            raise UserError(
-                f"data.global_batch_size: {len(source)} documents{passes} cannot fill a batch of "
-                f"{config.global_batch_size} rows; lower it, or set data.repeat = true"
-            )
+        if wrong := too_few(source, config, seed):
+            raise UserError(wrong)
         if not 0 <= seed < 2**32:
             raise UserError(f"seed: must be at least 0 and below 2**32, got {seed}")
         self.source, self.config, self.seed, self.lanes = source, config, seed, lanes

@@ -38,6 +38,7 @@ SPECIAL = {
     "eos_token": "<|eos|>",
 }  # ids 0, 1, 2, as Llama numbers BOS and EOS
 TRAINING_CHARACTERS = 32_000_000
+MORE_TEMPLATES = "additional_chat_templates"  # transformers' folder of chat templates with other names than "default"
 LONG, CHUNK, OVERLAP = 1 << 18, 1 << 16, 1 << 12  # characters: texts longer than LONG are encoded in overlapping chunks
 CALL_CHARACTERS = 1 << 20  # the library needs about 100 bytes of memory per character of one call
 
@@ -171,6 +172,8 @@ class Tokenizer:
         for name in names:
             if (self.folder / name).is_file():
                 shutil.copyfile(self.folder / name, pathlib.Path(folder) / name)
+        if (self.folder / MORE_TEMPLATES).is_dir():
+            shutil.copytree(self.folder / MORE_TEMPLATES, pathlib.Path(folder) / MORE_TEMPLATES, dirs_exist_ok=True)
 
     def _encode_into(self, out, texts, group):
         encodings = self.library.encode_batch([texts[number] for number in group], add_special_tokens=False)
@@ -373,14 +376,10 @@ def load_tokenizer(cfg, documents=None):
 
 def _trained(documents, size, folder):
     """Trains on process 0 unless the folder already holds this very tokenizer; the others wait for it."""
-    import jax
-    from jax.experimental import multihost_utils
+    from jaxllm.data.cache import on_first_process
 
     recipe = {"byte_level_bpe": size, "documents": documents.fingerprint}
-    if jax.process_index() == 0 and not folder.exists():
-        train_tokenizer(documents, size, folder, recipe)
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("tokenizer trained")
+    on_first_process(lambda: None if folder.exists() else train_tokenizer(documents, size, folder, recipe))
     made_by = folder / "recipe.json"
     if not made_by.is_file() or json.loads(made_by.read_text(encoding="utf-8")) != recipe:
         raise UserError(

@@ -7,7 +7,9 @@ process.
 
 Compressed files and tables have no quick way to one record. Theirs are copied by that pass into a temporary file
 without a name, which needs the disk space of the records (of a table: of the columns that are used) once per process,
-in data.cache or else in TMPDIR, and is gone when the process ends. Text, JSON lines and token arrays are read in place.
+in data.cache or else in TMPDIR, and is gone when the process ends. Text, JSON lines and token arrays are read in place,
+and a file that is written to after the start ends the run when it is next read: a record of it might be another one, or
+a part of one, and still look whole.
 
 With data.cache the pass leaves a catalogue there: what it found in these very files. A later run reads their bytes, for
 nothing less tells that they are the same (a date or a size does not), but neither unpacks nor parses nor copies them; if
@@ -45,10 +47,12 @@ from jaxllm.data.formats import (
     BLOCK,
     COMPRESSED,
     READS,
+    SHEETS,
     TEXT,
     Bad,
     Records,
     Spool,
+    begins_with_object,
     kind_of,
     open_stream,
     shape_of,
@@ -118,6 +122,7 @@ def _check(files, key, kind):
         if shape is None:
             raise UserError(
                 f"{key}: cannot read {ending} files, got {file.path}; give plain text, JSON lines, Parquet, Arrow or token arrays"
+                + (", or name it .txt if its rows are to be trained as they are spelled" if ending in SHEETS else "")
             )
         if shape not in READS[kind]:
             what = {
@@ -129,6 +134,11 @@ def _check(files, key, kind):
             raise UserError(
                 f'{key}: data.kind = "{kind}" is read from {", ".join(what[shape] for shape in READS[kind])}; '
                 f"got {file.path}, which data.exclude can leave out"
+            )
+        if shape == "text" and ending not in TEXT and begins_with_object(file.path):
+            raise UserError(
+                f"{key}: the first line of {file.path} is a JSON object, but its name has no ending of JSON lines, so the file "
+                "would be one text; name it .jsonl, or .txt if the objects are to be trained as they are spelled"
             )
         name = file.relative[: len(file.relative) - len(compression)]
         name = name if shape == "text" else name[: len(name) - len(ending)]
@@ -222,9 +232,11 @@ class Documents:
             "prompt": {"prompt_field": prompt_field, "completion_field": completion_field},
             "tokens": {},
         }[kind]
-        self.kind, self.on_bad, self.key, self._folder = kind, on_bad, key, folder
+        self.kind, self.on_bad, self.key = kind, on_bad, key
+        self._folder = None if folder is None else os.path.expanduser(folder)
         self.patterns, self._fields = [patterns] if isinstance(patterns, str) else list(patterns), fields
         self.files, self._ignored = find_files(patterns, exclude, key, kind)
+        self._states = [_state(file.path) for file in self.files]  # before they are read
         path = self._catalogue() if catalogue else None
         if path is None or not self._read_by_catalogue(path):
             self._read()
@@ -281,8 +293,7 @@ class Documents:
                 columns = {name: found[f"{name}s"] for name in COLUMNS}
                 told = json.loads(str(found["told"]))
             self.records, self._spool = Records(self.kind, self._fields, self.on_bad), None
-            self.records.replaced, self.records.surrogates, notes = told["records"]
-            self.records.notes = set(notes)
+            self.records.replaced, self.records.surrogates = told["records"]
             self.left_out = collections.Counter(told["left_out"])
             self.content, self.first_bad = told["content"], told["first_bad"]
             self.largest_token = told["largest_token"] and tuple(told["largest_token"])
@@ -297,7 +308,7 @@ class Documents:
         if self._catalogue() != path:
             return  # the files have changed while they were read
         told = {
-            "records": [self.records.replaced, self.records.surrogates, sorted(self.records.notes)],
+            "records": [self.records.replaced, self.records.surrogates],
             "left_out": self.left_out,
             "content": self.content,
             "first_bad": self.first_bad,
@@ -320,6 +331,8 @@ class Documents:
             if self._is_spooled(file):
                 return self.records.from_bytes(self._copies.read(offset, size))
             with open(self.files[file].path, "rb") as stream:
+                if _state(stream.fileno()) != self._states[file]:
+                    raise Bad("its file has another size, date or inode than when it was read at the start")
                 stream.seek(offset)
                 raw = stream.read(size)
             if file in self._dtypes:
@@ -391,7 +404,6 @@ class Documents:
             parts.append(f"bytes that are no UTF-8 replaced by U+FFFD in {count(number, 'record')}")
         if number := self.records.surrogates:
             parts.append(f"half surrogate pairs replaced by U+FFFD in {count(number, 'record')}")
-        parts += sorted(self.records.notes)
         return "; ".join(parts)
 
     def _shape(self, file):
@@ -520,6 +532,15 @@ class Documents:
         if not isinstance(row, dict):
             raise Bad(f"a JSON object is wanted, got {kind_of(row)}")
         return self.records.record(row, counting)
+
+
+def _state(file):
+    """What changes with a file's content: (bytes, ns of its date, inode) of a path or a descriptor; None: unreadable."""
+    try:
+        found = os.stat(file)
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns, found.st_ino
 
 
 def _pieces(stream, is_json, content):

@@ -9,7 +9,7 @@ import array
 import numpy as np
 
 from jaxllm.data import packing_of
-from jaxllm.data.pipeline import Packer, Rendering
+from jaxllm.data.pipeline import Packer, Rendering, pieces_per_document, stays_whole
 from jaxllm.data.render import Rendered
 
 TOGETHER = 64  # documents per call of the renderer
@@ -80,6 +80,7 @@ def describe(config, seed, documents, source, totals=None):
         f"{len(real):,} documents, {real.sum():,} tokens, the longest {real.max(initial=0):,}",
         f"{totals.trained / max(real.sum(), 1):.1%} of the tokens trained",
         *_split(config, int((real > config.seq_len).sum()), ""),
+        *_few(config, documents),
         *_changed(totals.counts, len(lengths), int(real.sum())),
         _fullness(config, seed, exact, int(real.sum())),
     ]
@@ -89,23 +90,45 @@ def describe(config, seed, documents, source, totals=None):
 def _describe_sample(config, seed, documents, source):
     sizes = np.asarray(documents.size, np.int64)
     chosen = np.random.RandomState(0).permutation(len(documents))[:SAMPLE]
-    chosen = chosen[: max(1, int(np.searchsorted(np.cumsum(sizes[chosen]), SAMPLE_BYTES)))]
-    totals = Totals()
-    for number in chosen:
-        totals.add(source.rendered([int(number)]))
-    sampled = sum(totals.lengths)
-    ratio = sampled / max(int(sizes[chosen].sum()), 1)
-    tokens, lengths, about = round(int(sizes.sum()) * ratio), sizes * ratio, "about "
-    if len(chosen) == len(documents):
-        lengths, about = np.array(totals.lengths), ""
+    lengths, seen = [], 0.0
+    for number in chosen.tolist():
+        part, share = _beginning(documents[number], (SAMPLE_BYTES - seen) / max(int(sizes[number]), 1))
+        lengths.append(len(source.render([(part, documents.where(number))])[0].tokens))
+        seen += share * int(sizes[number])
+        if seen >= SAMPLE_BYTES:
+            break
+    whole = len(lengths) == len(documents) and share == 1
+    ratio, sampled, about = sum(lengths) / max(seen, 1), len(lengths), "" if whole else "about "
+    tokens, lengths = (sum(lengths), np.array(lengths)) if whole else (round(sizes.sum() * ratio), sizes * ratio)
+    trained = max(tokens - len(documents), 0)  # of texts and token ids all but each document's first token
     parts = [
         f"{len(documents):,} documents, {about}{tokens:,} tokens, the longest {about}{round(lengths.max()):,}",
-        f"{totals.trained / max(sampled, 1):.1%} of the tokens trained",
+        f"{trained / max(tokens, 1):.1%} of the tokens trained",
         *_split(config, int((lengths > config.seq_len).sum()), about),
+        *_few(config, documents),
         _fullness(config, seed, source, tokens),
-        f"estimated from {len(chosen):,} documents",
+        f"estimated from {sampled:,} documents{', of the last one its beginning' if share < 1 else ''}",
     ]
     return "; ".join(parts)
+
+
+def _beginning(record, share):
+    """(the first `share` of a text or of token ids, the share that this is)."""
+    count = len(record) if share >= 1 else max(1, int(len(record) * share))
+    return record[:count], count / max(len(record), 1)
+
+
+def _few(config, documents):
+    """What is done where a step has more rows than there are documents to draw from."""
+    for first, count, pieces in pieces_per_document(config, documents):
+        if pieces > 1:
+            of = f" from number {first + 1:,} on" if count < len(documents) else ""
+            few = f"{count:,} document{'s' * (count > 1)}{of} for more rows of a step"
+            yield (
+                f"{few}: rows of one step repeat documents"
+                if stays_whole(config)
+                else f"{few}: each is cut into {pieces} pieces of equally many tokens, so that rows differ"
+            )
 
 
 def _changed(counts, num_documents, num_tokens):
