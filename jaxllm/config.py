@@ -224,8 +224,10 @@ def _assign(settings: dict[Key, Setting], key: Key, value: Any) -> None:
 # --- Hugging Face folders --------------------------------------------------------------------------------------------
 
 NOT_IN_A_FOLDER = {"path", "revision", "adapter", "remat"}
-# What may differ from the folder; longer contexts are made by changing the last two.
-FREE_BESIDE_A_FOLDER = NOT_IN_A_FOLDER | {"rope_parameters", "max_position_embeddings"}
+# What may differ from the folder; longer contexts are made by changing the first two, how experts are balanced by the others.
+FREE_BESIDE_A_FOLDER = NOT_IN_A_FOLDER | {
+    "rope_parameters", "max_position_embeddings", "router_aux_loss_coef", "router_jitter_noise",
+}  # fmt: skip
 
 
 def _folder_settings(path: str, revision: Any) -> dict[Key, Setting]:

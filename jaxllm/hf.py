@@ -143,6 +143,12 @@ def _experts_apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Mixtral's fused layout (mlp.experts.gate_up_proj [E, 2 F, D] with the gate's rows first, mlp.experts.down_proj [E, D, F], mlp.gate) under the
     names of the other one (block_sparse_moe.experts.E.w1, w3 and w2, block_sparse_moe.gate): each matrix lies in one piece."""
     apart = {}
+    fused_names = [name for name in tensors if ".mlp.experts." in name]
+    if fused_names and (separate := [name for name in tensors if ".block_sparse_moe.experts." in name]):
+        raise UserError(
+            f"{tensors[fused_names[0]].file.parent}: holds experts twice, fused ({_some(fused_names)}) and one by one ({_some(separate)}); remove "
+            "the files of one layout"
+        )
     for name, tensor in tensors.items():
         prefix, fused, matrix = name.partition(".mlp.experts.")
         parts = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}.get(matrix) if fused else None

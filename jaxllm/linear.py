@@ -47,7 +47,9 @@ def _flat(x, num_dims):
 
 
 def _dot(a, b, contract, dtype):
-    return jax.lax.dot_general(a, b, (contract, ((), ())), preferred_element_type=dtype)
+    # float32 means float32: by default a GPU would round the operands to TF32 (10 bits), the router's among them.
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jax.lax.dot_general(a, b, (contract, ((), ())), precision=precision, preferred_element_type=dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))

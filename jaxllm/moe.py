@@ -2,13 +2,14 @@
 
 Between `dispatch` and `combine` a layer's tokens are rows sorted by expert, one block of rows per device: rows [devices, R, D] and group sizes
 [devices, experts held]. Everything that multiplies them by a weight is `linear.GroupedLinear`. R is the worst case, so that nothing is ever dropped; the
-grouped kernels' cost follows the group sizes, not R. Padding goes to no expert.
+products' cost follows the group sizes, while what XLA computes between them (gathers, the gated product) and the zeros behind the groups follow
+R. Padding goes to no expert.
 
-Exchanges, all with the same result:
+Exchanges, with the same result up to the order in which devices are summed:
   "none"       each device computes all experts on its own tokens; the experts' weights are gathered over the expert axis as well.
   "allgather"  tokens are gathered over the expert axis, each device computes its own experts, and the sums are scattered back.
 
-Sums over a token's experts are float32, in a fixed order, as gathers in both directions: nothing is scattered, two runs agree to the bit.
+Sums over a token's experts on one device are float32, in a fixed order, as gathers in both directions: nothing is scattered.
 
 Not here: capacity that drops tokens, and all-to-all exchanges, which need a second static bound.
 """
@@ -36,7 +37,7 @@ class MoEConfig(Section):
     """How tokens meet their experts; see jaxllm/moe.py. "auto": "allgather" where mesh.expert > 1."""
     router: Literal["float32", "match_hf"] = "float32"
     """Precision of the router's logits. "match_hf": that of the activations, as transformers computes them; bfloat16 logits tie, and ties choose
-    experts by chance."""
+    experts by chance. The auxiliary loss takes its probabilities in float32 in both cases."""
     aux_loss: Literal["global", "hf"] = "global"
     """The loss that balances experts, weighted by model.router_aux_loss_coef: experts x sum over experts of (share of assignments) x (mean
     probability), num_experts_per_tok at balance. "global": in each layer, the mean over layers. "hf": of shares and probabilities pooled over
@@ -189,6 +190,13 @@ def _weighted_backward(residuals, dout):
 
 
 _weighted.defvjp(lambda *a: (_weighted(*a), a), _weighted_backward)
+
+
+def describe(config: MoEConfig, num_experts: int, compute: str) -> str:
+    """One line on what the mixture of experts will do on the current mesh."""
+    places = axis_size("expert")
+    exchange, reason = choose_exchange(config), "asked for" if config.exchange != "auto" else f"mesh.expert = {places}"
+    return f"experts: {num_experts} over {places} places, exchange {exchange} ({reason}), products by {choose_backend(compute)}"
 
 
 def choose_backend(dtype) -> str:

@@ -143,7 +143,9 @@ def make_train_step(graphdef, cfg: Config):
         }
         if "seen" in parts:
             num_tokens = jnp.maximum(jnp.sum(batch.k_end > batch.k_start).astype(jnp.float32), 1.0)
-            metrics |= {"aux_loss": parts["balance"], "router_z_loss": parts["router_z"]}
+            # From the step's own sums: also where the losses have no weight and microbatches were not counted first.
+            balance, z = moe.auxiliary(parts["seen"], parts["seen"]["counts"], num_tokens, cfg.moe.aux_loss)
+            metrics |= {"aux_loss": balance, "router_z_loss": z}
             metrics |= moe.report(parts["seen"], num_tokens, cfg.model.num_experts_per_tok)
         return TrainState(state.step + 1, params, state.frozen, state.fp8, opt_state), metrics
 

@@ -94,7 +94,7 @@ def train(cfg) -> int:
     """Runs the config to its last step (or a signal) and returns the exit code."""
     import jax
 
-    from jaxllm import attention, checkpoint, config, sharding, step
+    from jaxllm import attention, checkpoint, config, moe, sharding, step
     from jaxllm.data.batch import evaluation_sets, make_batches
     from jaxllm.metrics import Metrics, phase
 
@@ -128,6 +128,8 @@ def train(cfg) -> int:
         stack.enter_context(jax.set_mesh(mesh))
         print(f"mesh: {', '.join(f'{axis} {size}' for axis, size in mesh.shape.items())}", flush=True)
         print(attention.describe(cfg.attention, cfg.model, cfg.precision.compute, cfg.data.seq_len), flush=True)
+        if cfg.model.num_local_experts:
+            print(moe.describe(cfg.moe, cfg.model.num_local_experts, cfg.precision.compute), flush=True)
         graphdef, abstract = step.abstract_state(cfg)
         print(memory_estimate(abstract, device), flush=True)
 

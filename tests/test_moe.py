@@ -192,6 +192,28 @@ def test_a_fused_folder_is_read_as_the_same_weights(oracle, tmp_path):
     assert worst(together, separate)[0] == 0
 
 
+def test_a_folder_with_both_layouts_is_refused(oracle, tmp_path):
+    import shutil
+
+    from safetensors.torch import save_file
+
+    model, folder = oracle
+    shutil.copytree(folder, tmp_path / "both")
+    files = list((tmp_path / "both").glob("*.safetensors"))
+    assert len(files) == 1
+    files[0].rename(tmp_path / "both" / "model-00001-of-00002.safetensors")
+    fused = {name: value.contiguous() for name, value in model.state_dict().items() if ".mlp.experts." in name}
+    save_file(fused, tmp_path / "both" / "model-00002-of-00002.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="holds experts twice, fused .* and one by one"):
+        loaded(tmp_path / "both", {})
+
+
+def test_the_weight_of_the_balancing_loss_is_the_user_s_to_choose(oracle):
+    _, folder = oracle
+    assert loaded(folder, {})[0].model.router_aux_loss_coef == 0.05
+    assert loaded(folder, {}, "model.router_aux_loss_coef=0")[0].model.router_aux_loss_coef == 0
+
+
 def test_an_export_opens_in_transformers_with_the_same_logits(oracle, tmp_path):
     import transformers
 
@@ -245,6 +267,33 @@ def test_metrics_of_the_experts_and_a_loss_that_balances_them():
     assert seen[-1]["aux_loss"] < seen[0]["aux_loss"] and seen[-1]["aux_loss"] >= K * 0.99
     assert seen[-1]["imbalance"] < seen[0]["imbalance"]
     assert all(row["dropped_tokens"] == 0 and 0 < row["entropy"] <= np.log(E) + 1e-5 for row in seen)
+
+
+@pytest.mark.parametrize("coefficient", [0, 0.05])
+def test_the_balance_shown_is_the_step_s_however_it_is_cut(coefficient):
+    shown = []
+    for microbatches in (1, 4):
+        cfg = tiny(*MIXTRAL, f"model.router_aux_loss_coef={coefficient}", f"optimizer.num_microbatches={microbatches}")
+        with jax.set_mesh(mesh()):
+            graphdef, state = step.init_state(cfg)
+            metrics = step.make_train_step(graphdef, cfg)(state, to_device(rows(), microbatches, mesh()))[1]
+        shown.append([float(metrics[name]) for name in ("aux_loss", "router_z_loss", "imbalance", "entropy")])
+    assert np.allclose(*shown, rtol=1e-4) and shown[0][0] >= K * 0.99
+
+
+def test_what_is_reported_of_the_experts():
+    counts = np.array([[4.0, 0.0, 2.0, 2.0], [2.0, 2.0, 2.0, 2.0]])
+    seen = {"counts": jnp.asarray(counts), "entropy": jnp.asarray([4.0, 8.0])}
+    got = {name: float(value) for name, value in moe.report(seen, 4.0, 2).items()}
+    assert got == {"imbalance": 2.0, "idle": 1.0, "entropy": 1.5, "dropped_tokens": 0.0}
+
+
+def test_the_exchange_that_is_chosen_is_said():
+    with jax.set_mesh(mesh(expert=4)):
+        assert moe.describe(moe.MoEConfig(), 8, "float32") == (
+            "experts: 8 over 4 places, exchange allgather (mesh.expert = 4), products by xla"
+        )
+        assert "exchange none (asked for)" in moe.describe(moe.MoEConfig(exchange="none"), 8, "float32")
 
 
 def test_configs_that_cannot_be_are_refused():

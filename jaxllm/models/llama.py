@@ -82,7 +82,7 @@ _IGNORED = {
     "output_hidden_states", "is_decoder", "is_encoder_decoder", "problem_type", "id2label", "label2id", "is_llama_config", "task_specific_params",
     "transformers.js_config", "unsloth_version", "unsloth_fixed", "unk_token_id", "sep_token_id", "cls_token_id", "mask_token_id",
     "decoder_start_token_id", "tokenizer_class", "finetuning_task", "prefix", "torchscript", "use_bfloat16", "chunk_size_feed_forward",
-    "output_router_logits",  # whether transformers adds the router's loss; here [moe] says so
+    "output_router_logits",  # whether transformers adds the router's loss; here its coefficient says so
 }  # fmt: skip
 _NEUTRAL = {
     "pretraining_tp": (1, None),
