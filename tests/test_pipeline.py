@@ -35,7 +35,7 @@ from jaxllm.data.sources import Documents
 from jaxllm.data.workers import Workers
 from jaxllm.data.workshop import workshop
 from jaxllm.section import UserError
-from support import ROOT, TINY, finish, mesh, mesh_name, tiny, together
+from support import ROOT, TINY, finish, mesh, tiny, together
 
 few = settings(max_examples=40, deadline=None)
 
@@ -335,6 +335,34 @@ def test_sixty_steps_shared_out_anew_five_times_are_byte_identical(corpus, token
             cursors, begin = after, stop
     finally:
         with_workers.close()
+
+
+@settings(max_examples=5, deadline=None)
+@given(
+    st.lists(st.integers(1, 60), min_size=3, max_size=30), st.integers(1, 3), st.integers(1, 4), st.booleans(),
+    st.sampled_from(["concatenate", "none"]),
+)  # fmt: skip
+def test_any_number_of_workers_makes_the_rows_that_none_makes(tokenizer, lengths, workers, size, shuffle, packing):
+    """Random documents, rows and workers, real processes among them: every row, byte for byte, to the end of the data and twice over."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_lines(
+            pathlib.Path(folder) / "d.jsonl", [{"text": f"{n} word " * length} for n, length in enumerate(lengths)]
+        )
+        data = {"path": f"{folder}/d.jsonl", "tokenizer": str(tokenizer), "seq_len": 32, "epochs": 2}
+        data |= {"global_batch_size": size, "shuffle": shuffle, "packing": packing}
+        cfg = load_config(None, *TINY, "model.vocab_size=300", f"output_dir={folder}/unused")
+        rows = {}
+        for count in (0, workers):
+            training = Training(cfg.model_copy(update={"data": DataConfig(**data, workers=count)}))
+            try:
+                rows[count] = [
+                    row for row, _ in take(Pipeline(training.source, None, cfg.data.model_copy(update=data)), 200)
+                ]
+            finally:
+                training.close()
+        assert len(rows[0]) == len(rows[workers]) < 200
+        for a, b in zip(*rows.values(), strict=True):
+            assert_same_rows(a, b)
 
 
 def test_a_run_with_workers_has_the_same_rows_and_ends_them(corpus, tokenizer):
@@ -841,11 +869,11 @@ def test_processes_that_do_not_read_the_same_end_together_each_with_the_reason(t
     assert "same.jsonl:" in said["changed1"] and "has changed since the run began" in said["changed1"]
 
 
-def sums_of_loss(sizes, lengths, packing):
+def sums_of_loss(sizes, lengths, packing, communication="auto"):
     """(loss_sum, weight_sum, rows with documents) of documents with these lengths, packed, on a mesh, by a tiny Llama."""
     from jaxllm import step
 
-    cfg, on, rng = tiny(), mesh(**sizes), np.random.default_rng(0)
+    cfg, on, rng = tiny(f"attention.communication={communication}"), mesh(**sizes), np.random.default_rng(0)
     tokens = [rng.integers(3, 256, length).astype(np.int32) for length in lengths]
     render = lambda records: [Rendered.all_trained(tokens[number]) for number, _ in records]
     data = DataConfig(seq_len=64, shuffle=False, repeat=False, global_batch_size=1, packing=packing)
@@ -872,9 +900,15 @@ def alone():
 
 
 @pytest.mark.parametrize("packing", LENGTHS)
-@pytest.mark.parametrize("sizes", [{}, {"data": 2}, {"sequence": 2}, {"data": 2, "sequence": 2}], ids=mesh_name)
-def test_the_loss_of_packed_rows_is_the_token_weighted_mean_of_the_documents_alone(alone, packing, sizes):
-    loss, weight, num_rows = sums_of_loss(sizes, LENGTHS[packing], packing)
+@pytest.mark.parametrize(
+    "sizes, communication",
+    [({}, "auto"), ({"data": 2}, "auto"), ({"sequence": 4}, "ring"), ({"data": 2, "sequence": 2}, "allgather")],
+    ids=str,
+)
+def test_the_loss_of_packed_rows_is_the_token_weighted_mean_of_the_documents_alone(
+    alone, packing, sizes, communication
+):
+    loss, weight, num_rows = sums_of_loss(sizes, LENGTHS[packing], packing, communication)
     loss_alone, weight_alone, num_alone = alone[packing]
     assert num_alone == 30 and num_rows <= 21 and weight == weight_alone == sum(LENGTHS[packing]) - 30
     assert loss / weight == pytest.approx(loss_alone / weight_alone, rel=1e-6)
