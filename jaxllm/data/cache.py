@@ -67,7 +67,7 @@ class TokenCache(Rendering):
         targets = np.empty(end - begin, np.int32)
         targets[:-1], targets[-1:] = tokens[1:], self.last[number]
         bits = self.weights[self.bytes[number] : self.bytes[number + 1]]
-        return Rendered(tokens, targets, np.unpackbits(bits, count=end - begin).astype(np.float32))
+        return Rendered(tokens, targets, np.unpackbits(bits, count=end - begin).astype(bool))
 
 
 def key_of(documents, render, data):

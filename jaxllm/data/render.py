@@ -44,8 +44,8 @@ CALL_CHARACTERS = 1 << 20  # the library needs about 100 bytes of memory per cha
 
 
 class Rendered(NamedTuple):
-    """One document: tokens, targets i32[n] (the next token) and loss_weights f32[n] (0 where there is no target to
-    learn: the last place)."""
+    """One document: tokens, targets i32[n] (the next token) and loss_weights bool[n] (False where there is no target to
+    learn: the last place). Rows hold the weights as float32; a document of 30 million tokens had better not."""
 
     tokens: np.ndarray
     targets: np.ndarray
@@ -57,14 +57,14 @@ class Rendered(NamedTuple):
         length = sum(len(part) for part in parts)
         shifted = np.zeros(length + 1, np.int32)
         np.concatenate(parts, out=shifted[:-1])
-        weights = np.ones(length, np.float32)
-        weights[-1:] = 0
+        weights = np.ones(length, bool)
+        weights[-1:] = False
         return cls(shifted[:-1], shifted[1:], weights)
 
     @classmethod
     def partly_trained(cls, tokens, trained):
         """The document of the tokens i32[n], of which those marked in `trained` bool[n] are targets."""
-        targets, weights = np.zeros(len(tokens), np.int32), np.zeros(len(tokens), np.float32)
+        targets, weights = np.zeros(len(tokens), np.int32), np.zeros(len(tokens), bool)
         targets[:-1], weights[:-1] = tokens[1:], trained[1:]
         return cls(np.asarray(tokens, np.int32), targets, weights)
 
@@ -456,7 +456,7 @@ class BadRecord(Exception):
     """A record that cannot be rendered; the text says why, without the place."""
 
 
-EMPTY = Rendered(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.float32))
+EMPTY = Rendered(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, bool))
 
 
 def _count_anew(render, key):
