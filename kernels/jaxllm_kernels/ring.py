@@ -6,7 +6,7 @@ step needs: nothing, a triangle, or everything; the kernel's loop bounds skip th
 
 The ring is unrolled. Each hop is tied by an optimization barrier to the kernel that it should hide behind: without, XLA starts the hops
 at once, before the first kernel; in a loop, it copies the keys each turn (both seen in schedules compiled for H100). In the backward pass the keys
-travel behind the dq kernel and their gradients, in float32, behind the dkv kernel: bfloat16 sums grow with the number of devices.
+travel behind the dq kernel and their gradients behind the dkv kernel (home, behind the last dq), in float32: errors of bfloat16 sums grow with the ring.
 
 Not here: what a kernel computes, and the choice between ring and all-gather, which needs to know the links.
 """
@@ -95,24 +95,24 @@ def ring_forward(backend, axis, layout, window, q, k, v, k_start, k_end, length,
 
 
 def ring_backward(backend, axis, layout, window, q, k, v, do, lse, delta, k_start, k_end, length, scale):
-    """(dq, dk, dv) in float32 of this device's queries and keys."""
+    """(dq, dk, dv) in float32 of this device's queries and keys.
+
+    In the last step gradients of keys come first, so that their way home has the dq kernel to hide behind."""
     kv, dq, dkv, back, travelled = jnp.stack([k, v]), None, None, 0, 0
+    tied = jax.lax.optimization_barrier
     for start, end, hop in _steps(axis, layout, window, k_start, k_end, length):
         args = (q, *_halves(backend, kv), do, lse, delta, start, end)
-        coming = None if hop is None else _hop(kv, axis, hop)
-        dq = backend.dq(*args, into=dq, scale=scale)
         if hop is not None:
-            coming, dq = jax.lax.optimization_barrier((coming, dq))
-        else:
-            (dq,) = jax.lax.optimization_barrier((dq,))
-        arriving = None if dkv is None else _hop(dkv, axis, back)
+            kv, dq = tied((_hop(kv, axis, hop), backend.dq(*args, into=dq, scale=scale)))
         part = jnp.stack(backend.dkv(*args, into=None, scale=scale))
-        if arriving is not None:
-            arriving, part = jax.lax.optimization_barrier((arriving, part))
+        if dkv is not None:
+            arriving, part = tied((_hop(dkv, axis, back), part))
             part = arriving + part
-        dkv, kv, back, travelled = part, coming, hop, travelled + (hop or 0)
-    if travelled:
-        dkv = _hop(dkv, axis, -travelled)
+        dkv, back, travelled = part, hop, travelled + (hop or 0)
+    if not travelled:
+        return backend.dq(*args, into=None, scale=scale), dkv[0], dkv[1]
+    dkv, dq = tied((dkv, dq))
+    dkv, dq = tied((_hop(dkv, axis, -travelled), backend.dq(*args, into=dq, scale=scale)))
     return dq, dkv[0], dkv[1]
 
 
