@@ -3,6 +3,7 @@
 import importlib.util
 import pathlib
 
+import jax
 import pytest
 
 from jaxllm import config, plan
@@ -30,7 +31,8 @@ def test_experts_are_computed_by_our_kernels_and_products_outside_are_those_of_t
     """Each layer: attention forward, dq and dkv; three grouped products forward, three again in the backward pass (the gradient of the router's weights
     needs what the experts made), and for each a gradient of rows and one of weights."""
     layers = 32
-    assert on_16["custom_calls"]["mosaic_gpu_v2"] == layers * (3 + 3 + 3 + 6)
+    kept = jax.version.__version_info__ >= (0, 11)  # the attention kernel once more, see test_step_for_h100
+    assert on_16["custom_calls"]["mosaic_gpu_v2"] == layers * (3 + kept + 3 + 3 + 6)
     model = config.load_config(ROOT / "configs" / "mixtral_8x7b.toml").model
     attention = 2 * model.hidden_size * model.head_dim * (model.num_attention_heads + model.num_key_value_heads)
     router, head = model.hidden_size * model.num_local_experts, model.vocab_size * model.hidden_size

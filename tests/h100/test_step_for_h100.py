@@ -63,8 +63,10 @@ def test_flops_outside_of_kernels_are_those_of_the_weights(llama8b):
         )
     )
     assert llama8b["flops_per_step_per_device"] == pytest.approx(linear + again, rel=0.01)
-    # attention is in kernels, which the text does not look into: forward, dq and dkv in each layer; the forward is saved, not repeated
-    assert llama8b["custom_calls"]["mosaic_gpu_v2"] == 3 * cfg.model.num_hidden_layers
+    # attention is in kernels, which the text does not look into: forward, dq and dkv in each layer. JAX 0.10 drops the forward kernel from what the
+    # backward pass computes again, since its outputs are saved; 0.11 keeps it (docs/decisions.md)
+    kept = jax.version.__version_info__ >= (0, 11)
+    assert llama8b["custom_calls"]["mosaic_gpu_v2"] == (3 + kept) * cfg.model.num_hidden_layers
 
 
 def test_bfloat16_reduction_halves_the_traffic_of_gradients(llama8b):
