@@ -179,7 +179,7 @@ def _on_all_alike(key, what, read):
     result, error = None, None
     try:
         result = read()
-    except Exception as caught:
+    except Exception as caught:  # whatever it is: the others wait in the exchange below, and it is raised behind that
         error = caught
     host = socket.gethostname().encode()[:48].ljust(48, b"\0")
     mark = bytes.fromhex(result.fingerprint) if result is not None else bytes(16)
@@ -333,7 +333,7 @@ class Batches:
         item, error = None, None
         try:
             item = next(self._pipeline, None)
-        except Exception as caught:
+        except Exception as caught:  # raised by the next call, once all processes know
             error = caught
         return item, _sent_to_all(_FAILED if error else _ENDED if item is None else _MORE), error
 

@@ -162,6 +162,6 @@ def _portable(error):
     error.add_note("in a data worker:\n" + "".join(traceback.format_exception(error)))
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:
+    except Exception:  # an exception may fail to pickle in any way that its class invents
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
