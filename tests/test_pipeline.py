@@ -613,6 +613,15 @@ def test_what_a_killed_builder_leaves_is_removed_by_the_next_but_no_other_worksh
     assert sorted(os.listdir(folder)) == [".building-0ther123-x", "a", "b"]
 
 
+def test_where_linux_names_no_boot_another_systems_id_is_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(workshops, "BOOT_ID", tmp_path / "none")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert workshops._machine() is None
+    (tmp_path / "sysctl").write_text('#!/bin/sh\n[ "$*" = "-n kern.bootsessionuuid" ] && echo 0F1E2D3C-4B5A\n')
+    (tmp_path / "sysctl").chmod(0o755)
+    assert workshops._machine() == "0F1E2D3C"
+
+
 @pytest.mark.parametrize("when", ["before the lock", "after it is made"])
 def test_a_workshop_that_is_swept_before_it_is_locked_is_made_again(tmp_path, monkeypatch, when):
     made, opened, swept = tempfile.mkdtemp, open, []

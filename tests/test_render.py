@@ -370,6 +370,36 @@ def test_a_turn_may_end_with_the_eos_where_the_conversation_ends_with_another_to
     assert parts(folder, render(folder, turns("a", "b", "c", "d"))) == ["b<|im_end|>", "d<|im_end|>"]
 
 
+PHI3 = (
+    "{% for message in messages %}{% if message['role'] == 'system' %}{{'<|system|>\n' + message['content'] + '<|end|>\n'}}"
+    "{% elif message['role'] == 'user' %}{{'<|user|>\n' + message['content'] + '<|end|>\n'}}{% elif message['role'] == "
+    "'assistant' %}{{'<|assistant|>\n' + message['content'] + '<|end|>\n'}}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
+)
+
+
+def test_an_eos_that_closes_the_conversation_stands_behind_the_last_turn_only(tmp_path):
+    special = ["<s>", "<|endoftext|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    folder = make_folder(tmp_path, PHI3, special, False)
+    last = "f\n<|end|>\n<|endoftext|>"
+    messages = [SYSTEM, *turns("a", "b", "c <|end|>", "d <|endoftext|>", "e", "f\n")]
+    for asked, want in (
+        (messages, ["b<|end|>", "d <|endoftext|><|end|>", last]),
+        (messages[:3], ["b<|end|>\n<|endoftext|>"]),
+    ):
+        document = render(folder, asked)
+        assert parts(folder, document) == want
+        assert (document.tokens == Tokenizer.load(folder).library.token_to_id("<|end|>")).sum() == len(asked)
+    plain = [SYSTEM, *turns("a", "b", "c", "d")]
+    assert render(folder, plain).tokens.tolist() == theirs(folder, plain)[0]
+    assert parts(folder, render(folder, [*plain, *turns("e")])) == ["b<|end|>", "d<|end|>"]
+    without = make_folder(
+        tmp_path / "without", PHI3.replace("message['content'] + '<|end|>\n'", "message['content']"), special, False
+    )
+    with pytest.raises(UserError, match="no special token after"):
+        render(without, plain)
+
+
 @pytest.mark.parametrize(
     "template, complaint",
     [
@@ -781,45 +811,21 @@ def test_a_vocabulary_as_large_as_llama_3_s_keeps_spelled_control_tokens_text(tm
     names = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"]
     library.add_special_tokens([tokenizers.AddedToken(name, special=True) for name in names])
     library.save(str(tmp_path / "tokenizer.json"))
-    settings = {"bos_token": names[0], "eos_token": names[2]}
-    settings["chat_template"] = (
-        "{{ bos_token }}{% for m in messages %}{{ m.role }} : {{ m.content }}<|eot_id|>{% endfor %}"
-    )
+    template = "{{ bos_token }}{% for m in messages %}{{ m.role }} : {{ m.content }}<|eot_id|>{% endfor %}"
+    settings = {"bos_token": names[0], "eos_token": names[2], "chat_template": template}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    cfg = SimpleNamespace(
-        data=DataConfig(kind="chat", tokenizer=str(tmp_path), seq_len=256),
-        model=SimpleNamespace(path=None, vocab_size=None, revision=None),
-    )
-    render = make_renderer(cfg, Tokenizer.load(tmp_path))
-    messages = [{"role": "user", "content": "w1 <|eot_id|> w2"}, {"role": "assistant", "content": "w3"}]
-    (document,) = render([({"messages": messages}, "here")])
+    document = render(tmp_path, turns("w1 <|eot_id|> w2", "w3"))
     assert (document.tokens == library.token_to_id("<|eot_id|>")).sum() == 2  # one per turn, none for the text
 
 
 def test_an_end_token_behind_the_generation_tags_is_trained_although_another_token_ends_them(tmp_path):
-    import tokenizers
-
-    library = tokenizers.Tokenizer(tokenizers.models.BPE())
-    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    special = ["<|im_start|>", "<|im_end|>"]
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=special,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    library.train_from_iterator(["hello"], trainer)
-    library.add_tokens([tokenizers.AddedToken("</tool_call>", special=False)])
-    library.save(str(tmp_path / "tokenizer.json"))
     turn = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</tool_call>{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
-    settings = {"eos_token": special[1]}
-    settings["chat_template"] = "{% for m in messages %}<|im_start|>{{ m.role }}\n" + turn + "<|im_end|>\n{% endfor %}"
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    cfg = SimpleNamespace(
-        data=DataConfig(kind="chat", tokenizer=str(tmp_path), seq_len=256),
-        model=SimpleNamespace(path=None, vocab_size=None, revision=None),
+    folder, _ = added(
+        with_template(
+            tmp_path, "{% for m in messages %}<|im_start|>{{ m.role }}\n" + turn + "<|im_end|>\n{% endfor %}"
+        ),
+        "</tool_call>",
     )
-    render = make_renderer(cfg, Tokenizer.load(tmp_path))
-    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hello"}]
-    (document,) = render([({"messages": messages}, "here")])
-    assert document.targets[document.loss_weights > 0][-1] == library.token_to_id("<|im_end|>")
+    document = render(folder, turns("hello", "hello"))
+    assert parts(folder, document) == ["hello</tool_call><|im_end|>"]
+    assert trained(document)[-1] == Tokenizer.load(folder).library.token_to_id("<|im_end|>")

@@ -7,7 +7,6 @@ The tables and compressed files are made here by pyarrow, gzip and zstandard the
 import datetime
 import gzip
 import json
-import multiprocessing
 import os
 import pickle
 import subprocess
@@ -21,7 +20,9 @@ from hypothesis import strategies as st
 
 import jaxllm.data.formats as formats
 from jaxllm.data import DataConfig, EvaluationConfig
+from jaxllm.data.pipeline import Rendering
 from jaxllm.data.sources import Documents, open_documents
+from jaxllm.data.workers import Workers
 from jaxllm.section import UserError
 
 pa = pytest.importorskip("pyarrow")
@@ -123,6 +124,9 @@ def test_lines_read_from_compressed_files_are_those_of_the_plain_one(tmp_path):
         assert (
             "2 blank lines" in documents.summary() and "surrogate pairs replaced by U+FFFD in 1" in documents.summary()
         )
+    blocks = gzip.compress(raw[:half]) + bytes(500) + gzip.compress(raw[half:]) + bytes(40_000)  # as tapes are padded
+    (tmp_path / "padded.jsonl.gz").write_bytes(blocks)
+    assert gzip.decompress(blocks) == raw and read(str(tmp_path / "padded.jsonl.gz")) == read(str(tmp_path / "d.jsonl"))
     (tmp_path / "t.txt.gz").write_bytes(gzip.compress(b"\xef\xbb\xbfone\r\n"))
     assert read(str(tmp_path / "t.txt.gz")) == ["one\r\n"]
 
@@ -216,28 +220,52 @@ def test_bytes_in_a_string_column_that_are_no_utf8_follow_on_bad(tmp_path, name)
 
 
 GOOD = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
-BAD_CHATS = {
-    '{"messages": "hello"}': "field 'messages' is a string, a list of messages is wanted; data.messages_field",
-    '{"conversations": []}': "no field 'messages' (fields here: conversations); data.messages_field chooses it",
-    '{"messages": ["hello"]}': "message 1 of 'messages' is a string, an object with 'role' and 'content' is wanted",
-    '{"messages": [{"from": "human", "value": "x"}]}': "message 1 of 'messages': 'role' is null, a string is wanted (fields here: from, value)",
-    '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": null}]}': "message 2 of 'messages': 'content' is null",
-    '{"messages": [{"role": "user", "content": 5}]}': "message 1 of 'messages': 'content' is a number, a string is wanted",
-    '{"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}]}': "message 1 of 'messages': 'content' is a list, a string is wanted",
-    '{"messages": [{"role": 1, "content": "q"}]}': "message 1 of 'messages': 'role' is a number, a string is wanted",
-    '{"messages": [{"role": "user", "content": "q"}], "tools": "search"}': "field 'tools' is a string, but no JSON",
-    '{"messages": [{"role": "user", "content": "q"}], "tools": ["search"]}': "field 'tools' is a list, a list of objects is wanted",
+ODD = {
+    "chat": {
+        '{"messages": "hello"}': "field 'messages' is a string, a list of messages is wanted; data.messages_field",
+        '{"conversations": []}': "no field 'messages' (fields here: conversations); data.messages_field chooses it",
+        '{"messages": ["hello"]}': "message 1 of 'messages' is a string, an object with 'role' and 'content' is wanted",
+        '{"messages": [{"from": "human", "value": "x"}]}': "message 1 of 'messages': 'role' is null, a string is wanted (fields here: from, value)",
+        '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": null}]}': "message 2 of 'messages': 'content' is null",
+        '{"messages": [{"role": "user", "content": 5}]}': "message 1 of 'messages': 'content' is a number, a string is wanted",
+        '{"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}]}': "message 1 of 'messages': 'content' is a list, a string is wanted",
+        '{"messages": [{"role": 1, "content": "q"}]}': "message 1 of 'messages': 'role' is a number, a string is wanted",
+        '{"messages": [{"role": "user", "content": "q"}], "tools": "search"}': "field 'tools' is a string, but no JSON",
+        '{"messages": [{"role": "user", "content": "q"}], "tools": ["search"]}': "field 'tools' is a list, a list of objects is wanted",
+    },
+    "prompt": {
+        '{"prompt": "p"}': "no field 'completion' (fields here: prompt); data.completion_field chooses it",
+        '{"prompt": null, "completion": "c"}': "field 'prompt' is null, a string is wanted; data.prompt_field",
+        '{"prompt": "p", "completion": 3}': "field 'completion' is a number, a string is wanted; data.completion_field",
+    },
+    "tokens": {
+        '{"tokens": [1, 2.0]}': "place 1 of field 'tokens' is a number (2.0), a token id is wanted",
+        '{"tokens": [1, true]}': "place 1 of field 'tokens' is a boolean (True)",
+        '{"tokens": [null]}': "place 0 of field 'tokens' is null",
+        '{"tokens": [0, -100]}': "place 1 of field 'tokens' is -100, no token id",
+        '{"tokens": [2147483648]}': "place 0 of field 'tokens' is 2147483648, no token id",
+        '{"tokens": [9999999999999999999999]}': "place 0 of field 'tokens' is 9999999999999999999999, no token id",
+        '{"tokens": "1 2"}': "field 'tokens' is a string, a list of token ids is wanted",
+        '{"ids": [1]}': "one field of token ids is wanted, 'tokens' or 'input_ids'; neither is there (fields here: ids)",
+        '{"tokens": [1], "input_ids": [2]}': "one field of token ids is wanted, 'tokens' or 'input_ids'; both are there",
+    },
+}
+USUAL = {  # kind: (a record, what is read of it, one that is empty)
+    "chat": (GOOD, GOOD, {"messages": []}),
+    "prompt": (*2 * ({"prompt": "p", "completion": "c"},), {"prompt": "p", "completion": ""}),
+    "tokens": ({"tokens": [1]}, [1], {"tokens": []}),
 }
 
 
-@pytest.mark.parametrize("bad", BAD_CHATS)
-def test_an_odd_conversation_is_refused_by_place_message_and_reason_or_skipped(tmp_path, bad):
-    path = tmp_path / "c.jsonl"
-    path.write_text("\n".join([json.dumps(GOOD), bad, '{"messages": []}', json.dumps(GOOD)]))
-    assert refusal(str(path), kind="chat").startswith(f"data.path: {path}:2: {BAD_CHATS[bad]}")
-    documents = Documents(str(path), kind="chat", on_bad="skip")
-    assert [documents[0], documents[1]] == [GOOD, GOOD] and len(documents) == 2
-    assert "1 empty" in documents.summary() and "1 skipped" in documents.summary()
+@pytest.mark.parametrize("kind, odd", [(kind, odd) for kind in ODD for odd in ODD[kind]])
+def test_an_odd_record_is_refused_by_place_and_reason_or_skipped_and_counted(tmp_path, kind, odd):
+    good, wanted, empty = USUAL[kind]
+    path = str(tmp_path / "d.jsonl")
+    (tmp_path / "d.jsonl").write_text("\n".join([json.dumps(good), odd, json.dumps(empty), json.dumps(good)]))
+    assert refusal(path, kind=kind).startswith(f"data.path: {path}:2: {ODD[kind][odd]}")
+    documents = Documents(path, kind=kind, on_bad="skip")
+    assert [list(one) if kind == "tokens" else one for one in (documents[0], documents[1])] == [wanted, wanted]
+    assert len(documents) == 2 and "1 empty" in documents.summary() and "1 skipped" in documents.summary()
 
 
 def test_tools_calls_and_own_fields_of_messages_come_through_from_json_and_tables_alike(tmp_path):
@@ -262,20 +290,6 @@ def test_tools_calls_and_own_fields_of_messages_come_through_from_json_and_table
     assert read(write(tmp_path, "c.parquet", rows), kind="chat") == want
 
 
-BAD_PROMPTS = {
-    '{"prompt": "p"}': "no field 'completion' (fields here: prompt); data.completion_field chooses it",
-    '{"prompt": null, "completion": "c"}': "field 'prompt' is null, a string is wanted; data.prompt_field",
-    '{"prompt": "p", "completion": 3}': "field 'completion' is a number, a string is wanted; data.completion_field",
-}
-
-
-@pytest.mark.parametrize("bad", BAD_PROMPTS)
-def test_a_bad_pair_names_the_setting_of_its_field(tmp_path, bad):
-    path = tmp_path / "p.jsonl"
-    path.write_text(bad)
-    assert refusal(str(path), kind="prompt").startswith(f"data.path: {path}:1: {BAD_PROMPTS[bad]}")
-
-
 def test_pairs_may_have_other_field_names_and_no_prompt_but_need_something_to_learn(tmp_path):
     path = write(tmp_path, "p.jsonl", [{"q": "", "a": "x"}, {"q": "p", "a": ""}])
     documents = Documents(path, kind="prompt", prompt_field="q", completion_field="a")
@@ -285,26 +299,6 @@ def test_pairs_may_have_other_field_names_and_no_prompt_but_need_something_to_le
 
 
 # ---------------------------------------------------------------------------------------------------------------- tokens
-
-BAD_TOKENS = {
-    '{"tokens": [1, 2.0]}': "place 1 of field 'tokens' is a number (2.0), a token id is wanted",
-    '{"tokens": [1, true]}': "place 1 of field 'tokens' is a boolean (True)",
-    '{"tokens": [null]}': "place 0 of field 'tokens' is null",
-    '{"tokens": [0, -100]}': "place 1 of field 'tokens' is -100, no token id",
-    '{"tokens": [2147483648]}': "place 0 of field 'tokens' is 2147483648, no token id",
-    '{"tokens": [9999999999999999999999]}': "no token id",
-    '{"tokens": "1 2"}': "field 'tokens' is a string, a list of token ids is wanted",
-    '{"ids": [1]}': "one field of token ids is wanted, 'tokens' or 'input_ids'; neither is there (fields here: ids)",
-    '{"tokens": [1], "input_ids": [2]}': "both are there",
-}
-
-
-@pytest.mark.parametrize("bad", BAD_TOKENS)
-def test_what_is_no_list_of_token_ids_is_refused_with_its_place(tmp_path, bad):
-    path = tmp_path / "t.jsonl"
-    path.write_text('{"tokens": [1]}\n' + bad)
-    message = refusal(str(path), kind="tokens")
-    assert f"{path}:2: " in message and BAD_TOKENS[bad] in message
 
 
 def test_nulls_and_floats_in_a_column_of_ids_are_refused(tmp_path):
@@ -467,8 +461,9 @@ def test_damage_inside_a_compressed_file_is_found(tmp_path, name):
     compress = gzip.compress if name.endswith("gz") else zstandard.ZstdCompressor(write_checksum=True).compress
     damaged = bytearray(compress(raw))
     damaged[-3] ^= 0xFF  # in the check sum
-    (tmp_path / name).write_bytes(damaged)
-    assert f"{name}: is damaged after " in refusal(str(tmp_path / name))
+    for content in (damaged, bytes(100), compress(raw) + bytes(100) + b"more"):
+        (tmp_path / name).write_bytes(content)
+        assert f"{name}: is damaged after " in refusal(str(tmp_path / name))
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path, monkeypatch):
@@ -548,9 +543,17 @@ def test_sources_are_the_ranges_of_the_patterns_and_stay_right_in_a_split(tmp_pa
     assert sorted(texts) == sorted(whole[n] for n in range(100)) and 0 < len(held) < 60
 
 
-def _texts(pickled, numbers):
-    documents = pickle.loads(pickled)
-    return [documents[number] for number in numbers]
+def as_given(records):
+    return [record for record, _ in records]
+
+
+def in_a_worker(documents):
+    """All records, read by a new process."""
+    workers = Workers(Rendering(documents, as_given), 1)
+    try:
+        return workers.rendered(range(len(documents)))
+    finally:
+        workers.close()
 
 
 def test_a_child_process_reads_the_same_documents(tmp_path):
@@ -559,8 +562,13 @@ def test_a_child_process_reads_the_same_documents(tmp_path):
         for name in ("a.jsonl.zst", "b.parquet", "c.jsonl")
     ]
     documents = Documents(path)
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert pool.apply(_texts, (pickle.dumps(documents), range(27))) == [documents[n] for n in range(27)]
+    assert in_a_worker(documents) == [documents[n] for n in range(27)]
+    spool = documents._copies.spool
+    pickled = pickle.dumps(spool)
+    with open(path[2]) as other:
+        os.dup2(other.fileno(), spool.descriptor)
+    with pytest.raises(OSError, match="is not the temporary file of .* it was not inherited"):
+        pickle.loads(pickled)
 
 
 def test_the_fingerprint_tells_the_used_content_the_kind_and_the_fields(tmp_path):
@@ -614,9 +622,7 @@ def test_what_a_catalogue_gives_is_what_reading_gives_and_copies_are_made_when_w
     assert part._copies is rest._copies, "copies are made once for both"
     assert [documents[n] for n in range(len(want))] == [want[n] for n in range(len(want))]
     again = catalogued(path, cache, on_bad="skip")
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        numbers = range(len(again))
-        assert pool.apply(_texts, (pickle.dumps(again), numbers)) == [want[n] for n in numbers]
+    assert in_a_worker(again) == [want[n] for n in range(len(again))]
 
 
 def test_a_catalogue_keeps_what_is_told_of_token_ids_their_arrays_and_replaced_bytes(tmp_path):

@@ -89,8 +89,8 @@ class DataConfig(Section):
     of other kinds are split, and no token is dropped."""
 
     on_bad: Literal["error", "skip", "replace"] = "error"
-    """What to do with a record that cannot be read (bytes that are no UTF-8, a malformed line, a missing or differently
-    typed field, an unreadable file). "error": stop before training, with file and line. "skip": leave it out and count
+    """What to do with a record that cannot be read (bytes that are no UTF-8, a malformed line, an object with one key
+    twice, a missing or differently typed field, an unreadable file). "error": stop before training, with file and line. "skip": leave it out and count
     it. "replace": as "error", but bytes that are no UTF-8 become U+FFFD and are counted."""
 
     tokenizer: str | None = None

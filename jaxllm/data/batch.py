@@ -174,7 +174,7 @@ def _on_all_alike(key, what, read):
     UserError that names the process and its host. So does a different fingerprint, for the order of the data and the
     meaning of a position hang on it, and nothing later would show that processes train on different orders.
     """
-    if jax.process_count() == 1:
+    if cache.is_alone():
         return read()
     result, error = None, None
     try:
@@ -252,7 +252,7 @@ class Training:
             if totals is None and data.kind in ("chat", "prompt"):
                 totals = cache.on_first_process(lambda: _counted(self.documents, self.source, "train on"))
             _check_some_left(self.documents, totals, "train on")
-            if jax.process_index() == 0:
+            if cache.is_first():
                 self.summary += "\n" + summary.describe(data, cfg.seed, self.documents, self.source, totals)
         except BaseException:
             self.close()
@@ -297,7 +297,7 @@ class Batches:
         return self
 
     def __next__(self):
-        if jax.process_count() == 1:
+        if cache.is_alone():
             item = next(self._pipeline, None)
             if item is None:
                 raise StopIteration
@@ -339,7 +339,7 @@ class Batches:
 
     @property
     def cursors(self):
-        if jax.process_count() == 1:
+        if cache.is_alone():
             return self._cursors.copy()
         lanes = _gather(self._pipeline.lanes.astype(np.int64).view(np.int32))
         values = _gather(np.ascontiguousarray(self._cursors).view(np.int32).reshape(-1))
@@ -421,7 +421,7 @@ class EvaluationBatches:
             totals = cache.on_first_process(lambda: _counted(documents, self._source, "evaluate on"))
         _check_some_left(documents, totals, "evaluate on")
         self.summary = documents.summary()
-        if totals is not None and jax.process_index() == 0:
+        if totals is not None and cache.is_first():
             self.summary += "\n" + summary.describe(self._config, 0, documents, self._source, totals)
 
     def __iter__(self):

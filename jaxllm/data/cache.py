@@ -36,6 +36,7 @@ from jaxllm.section import UserError
 VERSION = 1
 HERE = pathlib.Path(__file__).parent
 FILES = ("tokens.i32", "weights.bits", "lengths.i32", "last.i32")
+PART = 1 << 20  # tokens that are written at once; a multiple of 8
 
 
 class TokenCache(Rendering):
@@ -67,7 +68,7 @@ class TokenCache(Rendering):
         targets = np.empty(end - begin, np.int32)
         targets[:-1], targets[-1:] = tokens[1:], self.last[number]
         bits = self.weights[self.bytes[number] : self.bytes[number + 1]]
-        return Rendered(tokens, targets, np.unpackbits(bits, count=end - begin).astype(bool))
+        return Rendered(tokens, targets, np.unpackbits(bits, count=end - begin).view(bool))
 
 
 def key_of(documents, render, data):
@@ -144,8 +145,10 @@ def _write(beside, key, source):
             totals.add(documents)
             for document in documents:
                 _check(document)
-                tokens.write(np.ascontiguousarray(document.tokens, "<i4"))
-                weights.write(np.packbits(document.loss_weights != 0))
+                for begin in range(0, len(document.tokens), PART):
+                    part = slice(begin, begin + PART)
+                    tokens.write(np.ascontiguousarray(document.tokens[part], "<i4"))
+                    weights.write(np.packbits(document.loss_weights[part] != 0))
                 last.append(int(document.targets[-1]) if len(document.targets) else 0)
     for name, values in (("lengths.i32", totals.lengths), ("last.i32", last)):
         np.array(values, "<i4").tofile(beside / name)
@@ -180,16 +183,30 @@ def _move(beside, folder, key, count):
 
 def _check(document):
     weights = document.loss_weights
-    if not np.array_equal(document.targets[:-1], document.tokens[1:]) or not np.isin(weights, (0, 1)).all():
+    binary = weights.dtype == bool or np.isin(weights, (0, 1)).all()
+    if not binary or not np.array_equal(document.targets[:-1], document.tokens[1:]):
         raise ValueError("a token cache keeps documents whose targets are their next tokens, with weights 0 and 1")
+
+
+def is_alone():
+    """Whether there is no other process. jax.process_count() alone would start a backend, 80 MB that a look at the data
+    has no use for."""
+    import jax
+
+    return not jax.distributed.is_initialized() or jax.process_count() == 1
+
+
+def is_first():
+    """Whether this is process 0; see is_alone."""
+    import jax
+
+    return is_alone() or jax.process_index() == 0
 
 
 def on_first_process(action):
     """`action()` on process 0, while the others wait without a collective that could time out. Its value there, None
     elsewhere; an error there is an error everywhere."""
-    import jax
-
-    if jax.process_count() == 1:
+    if is_alone():
         return action()
     from jax.experimental import multihost_utils
 
@@ -202,7 +219,7 @@ def on_first_process(action):
             errors.append(error)
         done.set()
 
-    first = jax.process_index() == 0
+    first = is_first()
     if first:
         threading.Thread(target=run, name="jaxllm-data-first", daemon=True).start()
     state = 0
@@ -245,9 +262,7 @@ def cached(source, data):
 
 
 def _all_agree(mine):
-    import jax
-
-    if jax.process_count() == 1:
+    if is_alone():
         return mine
     from jax.experimental import multihost_utils
 

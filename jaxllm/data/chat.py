@@ -21,6 +21,7 @@ import dataclasses
 import datetime
 import functools
 import json
+import os
 import pathlib
 import re
 
@@ -212,6 +213,7 @@ class _ConversationRenderer(Renderer):
         self.train_on = list(dict.fromkeys(data.train_on or ["assistant"]))
 
     def __call__(self, records):
+        records = list(records)
         out, ready = [EMPTY] * len(records), []
         for number, (record, where) in enumerate(records):
             # templates would write "None" for a content that is null
@@ -469,11 +471,27 @@ class ChatRenderer(_ConversationRenderer):
             if stop <= (begin or 0) or text[stop : len(answered)].strip() or text[start:stop] not in self.special:
                 raise BadRecord(self._lacking(NO_END))
             end = stop
+        elif answered is not None and begin is not None:
+            end = self._end_before_close(conversation, begin, answered)
         if begin is None or end is None:
             first, last = self._content_place(text, messages, tools, number)
             begin = first if begin is None else begin
             end = self._end_token(conversation, last, self._closing(messages, tools, number)) if end is None else end
         return begin, end
+
+    def _end_before_close(self, conversation, begin, answered):
+        """Where the end token ends of a turn that is not the last, if all that `answered`, the conversation up to there,
+        writes otherwise is special tokens behind it that close a conversation, as Phi-3's EOS does; else None."""
+        text = conversation.text
+        same = len(os.path.commonprefix([text, answered]))  # noqa: RUF071  character by character is wanted
+        ends = [end for _, end in conversation.controls]
+        following = bisect.bisect_right(ends, same)
+        if following < len(ends) and conversation.controls[following][0] < same:
+            same = conversation.controls[following][0]  # the two spell different tokens that begin alike
+        closing, turn = answered[same:], conversation.controls[following - 1] if following else (0, 0)
+        if turn[1] <= begin or text[turn[1] : same].strip() or text[slice(*turn)] not in self.special:
+            return None
+        return turn[1] if closing.strip() and not self.controls.sub("", closing).strip() else None
 
     def _render_or_none(self, messages, tools, **options):
         try:

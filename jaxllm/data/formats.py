@@ -82,6 +82,19 @@ def begins_with_object(path):
         return False
 
 
+def _without_twins(pairs):
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twin = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twin!r} stands twice in one object, and which of the two counts is not agreed on")
+    return found
+
+
+parse_json = json.JSONDecoder(object_pairs_hook=_without_twins).decode
+"""json.loads, but a ValueError for an object with a key twice: parsers differ on which value it has (RFC 8259, section 4)."""
+
+
 def _library(name, path, package=None):
     try:
         return importlib.import_module(name)
@@ -108,13 +121,15 @@ def open_stream(path):
 
 
 def _decompressed(path, new, errors):
-    """Chunks of content; a file may be several compressed streams one after another. Small reads bound what one call
-    can expand to."""
+    """Chunks of content; a file may be several compressed streams one after another, those of gzip with zeros behind them.
+    Small reads bound what one call can expand to."""
     lines = size = 0
-    decoder = None
+    decoder, ended, padded = None, False, shape_of(path)[2] == ".gz"
     with open(path, "rb") as file:
         while raw := file.read(1 << 14):
             while raw:
+                if padded and ended and decoder is None and not (raw := raw.lstrip(b"\0")):
+                    break
                 decoder = decoder or new()
                 try:
                     chunk = decoder.decompress(raw)
@@ -124,7 +139,7 @@ def _decompressed(path, new, errors):
                 yield chunk
                 raw = decoder.unused_data
                 if decoder.eof:
-                    decoder = None
+                    decoder, ended = None, True
     if decoder is not None:
         raise Bad(f"is cut off: it can be read up to line {lines:,} ({size:,} bytes) of its content")
 
@@ -412,7 +427,7 @@ class Records:
         tools = row.get("tools")
         if isinstance(tools, str):  # a table's column has one type, but every tool its own parameters
             try:
-                tools = json.loads(tools)
+                tools = parse_json(tools)
             except ValueError as error:
                 raise Bad(f"field 'tools' is a string, but no JSON: {error}") from None
         if tools:
@@ -497,7 +512,8 @@ def kind_of(value):
 
 class Spool:
     """Records kept in an unlinked temporary file, for random access to what has none. It takes the disk space of the
-    records until the process ends, however it ends; a child process that gets the object reads the same file."""
+    records until the process ends, however it ends; a child process that inherits `descriptor` and gets the object reads
+    the same file."""
 
     def __init__(self, folder=None):
         self.folder = folder or tempfile.gettempdir()
@@ -535,11 +551,20 @@ class Spool:
             f"{error.strerror}; data.cache or the environment variable TMPDIR chooses another folder"
         )
 
+    @property
+    def descriptor(self):
+        """What a process must inherit (subprocess.Popen's pass_fds) to get this object by pickle."""
+        return self.file.fileno()
+
     def __reduce__(self):
-        return Spool._reopened, (self.folder, f"/proc/{os.getpid()}/fd/{self.file.fileno()}", self.end)
+        found = os.fstat(self.descriptor)
+        return Spool._inherited, (self.folder, self.descriptor, (found.st_dev, found.st_ino), self.end)
 
     @classmethod
-    def _reopened(cls, folder, path, end):
+    def _inherited(cls, folder, descriptor, identity, end):
         spool = object.__new__(cls)
-        spool.folder, spool.file, spool.end = folder, open(path, "rb"), end  # noqa: SIM115
+        spool.folder, spool.file, spool.end = folder, os.fdopen(os.dup(descriptor), "rb"), end
+        found = os.fstat(spool.descriptor)
+        if (found.st_dev, found.st_ino) != identity:
+            raise OSError(f"descriptor {descriptor} is not the temporary file of {folder}; it was not inherited")
         return spool

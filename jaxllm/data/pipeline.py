@@ -21,8 +21,8 @@ data.workers divide it, and from a token cache it is a tenth of that. It is not 
 sooner, because the last places are what the window is for.
 
 Where a step has more rows than there are documents, whole documents would give several lanes the same text at the same
-time. Documents that may be split are then cut into pieces first (`pieces_per_document`), and a lane's stream is one of
-pieces. Documents that stay whole ("first_fit", and all of "chat" and "prompt") are repeated; the summary says so.
+time. With "concatenate", documents are then cut into pieces first (`pieces_per_document`), and a lane's stream is one of
+pieces. Otherwise a row is made of whole documents, or of one too long for it, and they are repeated; the summary says so.
 
 Several sources with weights are mixed here too, see `order_of`.
 """
@@ -74,10 +74,10 @@ class Rendering:
 
     def rendered(self, numbers):
         """list[Rendered] of the documents with these numbers."""
-        records = [self.documents[number] for number in numbers]
-        if hasattr(self.documents, "where"):  # else they are plain texts
-            records = list(zip(records, map(self.documents.where, numbers), strict=True))
-        return self.render(records)
+        # Not kept in a list here: a renderer may let go of a long text before it is done.
+        if hasattr(self.documents, "where"):
+            return self.render((self.documents[number], self.documents.where(number)) for number in numbers)
+        return self.render(self.documents[number] for number in numbers)  # plain texts
 
     @property
     def counts(self):
@@ -124,8 +124,8 @@ def pieces_per_document(config, documents):
 
 
 def stays_whole(config):
-    """Whether documents are never split, not even over rows."""
-    return config.kind in ("chat", "prompt") or packing_of(config) == "first_fit"
+    """Whether no document is split that fits into a row."""
+    return packing_of(config) != "concatenate"
 
 
 def cut_for(config, source):

@@ -55,6 +55,7 @@ from jaxllm.data.formats import (
     begins_with_object,
     kind_of,
     open_stream,
+    parse_json,
     shape_of,
     table_rows,
     token_array,
@@ -383,6 +384,11 @@ class Documents:
         return part
 
     @property
+    def descriptors(self):
+        """Of the temporary file, if there is one: what a process must inherit to get this object by pickle."""
+        return self._copies.descriptors
+
+    @property
     def fingerprint(self):
         records = np.stack([self.file.astype(np.int64), self.line]).tobytes()
         return hashlib.blake2b(self.content.encode() + records, digest_size=16).hexdigest()
@@ -434,7 +440,7 @@ class Documents:
                         "into several files, or into JSON lines with one document each",
                     )
                     continue
-                if is_json and not raw.removeprefix(BOM if start == 0 else b"").strip():
+                if is_json and _is_blank(raw.removeprefix(BOM if start == 0 else b"")):
                     self.left_out["blank lines"] += 1
                     continue
                 try:
@@ -526,7 +532,7 @@ class Documents:
         if line == 0:
             return text or None
         try:
-            row = json.loads(text)
+            row = parse_json(text)
         except (ValueError, RecursionError) as error:
             raise Bad(f"not one JSON object per line: {error}") from None
         if not isinstance(row, dict):
@@ -541,6 +547,10 @@ def _state(file):
     except OSError:
         return None
     return found.st_size, found.st_mtime_ns, found.st_ino
+
+
+def _is_blank(raw):
+    return not raw or raw.isspace()  # `not raw.strip()` would copy the line
 
 
 def _pieces(stream, is_json, content):
@@ -560,7 +570,10 @@ def _pieces(stream, is_json, content):
                 parts.clear()
         if is_json and not length:
             return
-        yield b"".join(parts), length
+        whole = b"".join(parts)
+        parts.clear()
+        yield whole, length
+        del whole
         if not is_json:
             return
 
@@ -585,6 +598,11 @@ class _Copies:
             if again.content != content:
                 raise UserError(f"{again.key}: the documents have changed since the run began")
             self.spool, self.documents = again._spool, None
+
+    @property
+    def descriptors(self):
+        self._make()
+        return [] if self.spool is None else [self.spool.descriptor]
 
     def __getstate__(self):
         self._make()  # once, here, and not in every process that gets it

@@ -38,10 +38,10 @@ class Workers(Rendering):
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TOKENIZERS_PARALLELISM": "false"}
         self._tasks, self._closed, self._counts, processes = queue.SimpleQueue(), threading.Event(), {}, []
         self._close = weakref.finalize(self, _end, processes, self._tasks, self._closed)
+        options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": environment}
+        options["pass_fds"] = getattr(source.documents, "descriptors", [])
         for _ in range(count):
-            process = subprocess.Popen(
-                [sys.executable, "-c", START], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-            )
+            process = subprocess.Popen([sys.executable, "-c", START], **options)
             processes.append(process)
             arguments = (process, payload, self._tasks, self._closed, self._counts)
             threading.Thread(target=_serve, args=arguments, name="jaxllm-data-worker", daemon=True).start()

@@ -2,8 +2,8 @@
 
 A workshop is locked by its builder. The lock ends with the process, however that ends, so the next builder of this machine
 knows what is left over and removes it. Of another machine's workshop (or of one from before this machine started again)
-nobody here can know; such a one is told and left alone. The machine is told by the kernel's boot id: processes that
-share it share the lock, in whichever containers they are.
+nobody here can know; such a one is told and left alone. The machine is told by the id of its boot, from Linux or macOS:
+processes that share it share the lock, in whichever containers they are. Where there is none, all are left alone.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import fcntl
 import os
 import pathlib
 import shutil
+import subprocess
 import tempfile
 
 PREFIX, LOCK = ".building-", "builder"
@@ -31,11 +32,16 @@ def workshop(folder, tell=lambda text: None):
         lock.close()
 
 
+BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")  # Linux's
+
+
 def _machine():
-    try:
-        return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:8]
-    except OSError:
-        return None
+    with contextlib.suppress(OSError):
+        return BOOT_ID.read_text(encoding="ascii")[:8]
+    with contextlib.suppress(OSError):  # macOS
+        asked = subprocess.run(["sysctl", "-n", "kern.bootsessionuuid"], capture_output=True, text=True)
+        return asked.stdout.strip()[:8] or None
+    return None
 
 
 def _begin(folder, machine):
