@@ -5,7 +5,8 @@
 
 In this order: what the device is; whether the kernels are right (against the xla backend in float32, itself checked against float64); whether their
 ORDER holds, which no interpreter can see (each kernel again and again on the same inputs, with other work in between, compared to the bit);
-whether a model trains the same with them; and only then speed: attention beside others, the ring's hops, a training step, other tile plans.
+whether a model trains the same with them; and only then speed: attention beside others, grouped products beside others, the ring's hops, a training
+step, other tile plans.
 
 Parts run in a process of their own, so that a kernel that never ends or takes the CUDA context down costs its part and nothing else; a part that
 fails gets its successor a new process. Every row is written when it is made. Rows are JSON lines in DIR/gpu.jsonl (a rehearsal's in
@@ -33,7 +34,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from benchmarks import attention, ring
+from benchmarks import attention, moe, ring
 from benchmarks.attention import NO_TIME, PASSED, append, error, first_device, said, shown
 
 ROUNDING = 2**-9  # one rounding to bfloat16, relative
@@ -259,8 +260,10 @@ def exact(q, k, v, do, start, end):
 
 
 def computed(backend, q, k, v, do, start, end, lse, delta):
-    """{name: array} of everything that a backend computes: in one call, and with its keys in two pieces, the later one first."""
+    """{name: array} of everything that a backend computes: in one call, and with its keys in two pieces as a ring brings them, the later one first."""
     import jax.numpy as jnp
+
+    from jaxllm_kernels.ring import halves
 
     run, rows = kernels(backend, q.shape[3] ** -0.5), (do, lse, delta)
     got = {}
@@ -270,11 +273,12 @@ def computed(backend, q, k, v, do, start, end, lse, delta):
     half = k.shape[1] // 2
     carry, dq, dkv = run["empty"](q), jnp.zeros(q.shape, jnp.float32), []
     for first in (half, 0):
-        keys, ends = (k[:, first : first + half], v[:, first : first + half]), (start - first, end - first)
+        pair, ends = jnp.stack([x[:, first : first + half] for x in (k, v)]), (start - first, end - first)
+        keys = halves(backend, pair)
         carry = run["fold"](carry, q, *keys, *ends)
         dq = run["dq into"](dq, q, *keys, *rows, *ends)
         # onto ones: a kernel that forgets to add, or adds twice, shows
-        ones = tuple(jnp.ones(keys[0].shape, jnp.float32) for _ in range(2))
+        ones = tuple(jnp.ones(pair.shape[1:], jnp.float32) for _ in range(2))
         dkv.insert(0, [x - 1 for x in run["dkv into"](ones, q, *keys, *rows, *ends)])
     got["out, in pieces"], got["lse, in pieces"] = run["finish"](carry, q)
     got["dq, in pieces"] = dq
@@ -282,18 +286,19 @@ def computed(backend, q, k, v, do, start, end, lse, delta):
     return got
 
 
-def judge(backend, arrays, start, end):
-    """({name: error}, {name: largest allowed}, [what is not exactly as it must be]) of a backend, against `exact`.
+def judge(compute, arrays, start, end, lse=LSE):
+    """({name: error}, {name: largest allowed}, [what is not exactly as it must be]) of what `compute` makes of the arguments that `computed` takes behind
+    the backend, against `exact`.
 
-    arrays: q, k, v, do in bfloat16. Allowed is twice the error that the xla backend makes in bfloat16, and always two roundings, as in the tests
-    of this project. lse is float32 throughout. Exact: out, dq 0 and lse -inf where a query sees nothing, dk and dv 0 where nobody sees a key
+    arrays: q, k, v, do in bfloat16; lse: the error allowed of it. Allowed of others is twice the error that the xla backend makes in bfloat16, and always
+    two roundings, as in the tests of this project. Exact: out, dq 0 and lse -inf where a query sees nothing, dk and dv 0 where nobody sees a key
     (in pieces they were added to 1, which leaves float32's rounding of that)."""
     import jax.numpy as jnp
     import numpy as np
 
     want = exact(*arrays, start, end)
     rounded = _yardstick(arrays[0].shape[3] ** -0.5)(*arrays, start, end)
-    got = computed(backend, *arrays, start, end, want["lse"], want["delta"])
+    got = compute(*arrays, start, end, want["lse"], want["delta"])
     blind = end <= start
     index = np.arange(arrays[1].shape[1] + 1)
     counts = np.zeros((start.shape[0], len(index)), np.int64)
@@ -310,7 +315,7 @@ def judge(backend, arrays, start, end):
             if not bool(jnp.all((x == -jnp.inf) == nothing)):
                 wrong.append(f"{name} is not -inf exactly where nothing is seen")
             errors[name] = error(jnp.where(nothing, 0, x), jnp.where(nothing, 0, want["lse"]))
-            bounds[name] = LSE
+            bounds[name] = lse
             continue
         errors[name] = error(x, want[base])
         bounds[name] = 2 * max(error(rounded[base], want[base]), ROUNDING)
@@ -321,10 +326,14 @@ def judge(backend, arrays, start, end):
 
 
 def check(backend, item, arrays, start, end):
-    """`judge` as a row."""
+    """`judge` of a backend's kernels, as a row."""
+    return _verdict(item, functools.partial(computed, backend), arrays, start, end)
+
+
+def _verdict(item, compute, arrays, start, end, **options):
     import jax.numpy as jnp
 
-    errors, bounds, wrong = judge(backend, arrays, jnp.asarray(start), jnp.asarray(end))
+    errors, bounds, wrong = judge(compute, arrays, jnp.asarray(start), jnp.asarray(end), **options)
     wrong = [
         f"{name} is {errors[name]:.1e} off, allowed {bounds[name]:.1e}"
         for name in errors
@@ -392,23 +401,45 @@ def correctness(head_dim, options, emit, left):
             emit(check(backend, item, arrays, np.zeros((1, 128), np.int32), np.full((1, 128), 512, np.int32)))
 
 
+def cudnn(options, emit, left):
+    """The backend "cudnn" of jaxllm on rows of one document, all that it takes: out, lse, which JAX rounds to bfloat16, and gradients."""
+    import jax
+
+    from jaxllm.attention import one_document
+
+    @functools.partial(jax.jit, static_argnames="window")
+    def run(q, k, v, do, start, end, window):
+        library = "xla" if options.rehearse else "cudnn"
+        attend = functools.partial(one_document, window=window, implementation=library, with_lse=True)
+        out, pull, lse = jax.vjp(lambda *arrays: attend(*arrays, start, end), q, k, v, has_aux=True)
+        return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *pull(do)), strict=True))
+
+    size = _sizes(options)["small"]
+    padding, window = size["T"] // 7, max(size["T"] // 10, 3)
+    masks_and_windows = (({}, None), (dict(padding=padding), None), (dict(padding=padding, window=window), window))
+    for head_dim in (64, 128):
+        for mask, window in masks_and_windows:
+            item = f"heads of {head_dim}, {size['B']} x {size['T']}, {', '.join(('causal', *mask))}"
+            if left() < 5:
+                emit({"item": item, "status": NO_TIME})
+                continue
+            compute = lambda *given, window=window: run(*given[:6], window=window)
+            arrays = attention.inputs(D=head_dim, **size)
+            emit(_verdict(item, compute, arrays, *intervals(size["B"], size["T"], **mask), lse=2 * ROUNDING))
+
+
 def order(head_dim, options, emit, left):
     """Each kernel on the same inputs many times, other work in between, compared bit by bit with the first time.
 
     What can differ is what timing decides: a slot refilled while a product still reads it, a result read before its product has ended, a copy
     that starts before registers have arrived in shared memory."""
-    import jax
     import jax.numpy as jnp
 
     from jaxllm_kernels.attention import load_backend
 
     sizes = _sizes(options)
     size, repeats = sizes["long"], sizes["repeats"]
-    words = jax.random.normal(jax.random.key(1), (sizes["other"], 1024), jnp.bfloat16)
-    # nothing; tensor cores at full load; a pass over memory that empties the cache; something very short
-    parts = (lambda x: x[:8192] @ x[:1024], lambda x: x + 1, lambda x: x[0] * 2)
-    other_work = [lambda: None, *(functools.partial(jax.jit(part), words) for part in parts)]
-
+    other_work = _other_work(sizes["other"])
     for name in options.backends:
         if reason := attention.missing(name):
             emit({"item": f"{name}, heads of {head_dim}", "status": reason})
@@ -421,17 +452,31 @@ def order(head_dim, options, emit, left):
                 emit(row | {"status": NO_TIME if left() < 3 else _repeated(call, repeats, other_work)})
 
 
-def _calls(backend, q, k, v, do, start, end):
-    """{kernel: a call of it without arguments}; those that fold or add have the later half of the keys behind them."""
+def _other_work(rows):
+    """Calls: nothing; tensor cores at full load; a pass over memory that empties the cache; something very short."""
+    import jax
     import jax.numpy as jnp
+
+    words = jax.random.normal(jax.random.key(1), (rows, 1024), jnp.bfloat16)
+    parts = (lambda x: x[:8192] @ x[:1024], lambda x: x + 1, lambda x: x[0] * 2)
+    return [lambda: None, *(functools.partial(jax.jit(part), words) for part in parts)]
+
+
+def _calls(backend, q, k, v, do, start, end):
+    """{kernel: a call of it without arguments}; those that fold or add have the later half of the keys behind them, and take keys and values as
+    a ring brings them."""
+    import jax.numpy as jnp
+
+    from jaxllm_kernels.ring import halves
 
     run = kernels(backend, q.shape[3] ** -0.5)
     out, lse = run["forward"](q, k, v, start, end)
     delta = jnp.swapaxes(jnp.sum(do.astype(jnp.float32) * out.astype(jnp.float32), axis=-1), 1, 2)
     rows, half = (do, lse, delta, start, end), k.shape[1] // 2
-    keys = (k[:, :half], v[:, :half])
+    pair = jnp.stack([k[:, :half], v[:, :half]])
+    keys = halves(backend, pair)
     carry = run["fold"](run["empty"](q), q, k[:, half:], v[:, half:], start - half, end - half)
-    sums = tuple(jnp.ones(keys[0].shape, jnp.float32) for _ in range(2))
+    sums = tuple(jnp.ones(pair.shape[1:], jnp.float32) for _ in range(2))
     return {
         "forward": lambda: run["forward"](q, k, v, start, end),
         "fold": lambda: run["fold"](carry, q, *keys, start, end),
@@ -467,6 +512,178 @@ def _repeated(call, repeats, other_work):
     counts = [int(count) for count in counts]
     bad = sum(count > 0 for count in counts)
     return f"failed: {bad} of {repeats} repetitions differ, by up to {max(counts)} elements" if bad else PASSED
+
+
+# --- grouped products ------------------------------------------------------------------------------------------------
+
+FP8_ROWS = 128  # what groups in fp8 are multiples of
+
+
+def filled(R, E):
+    """{name: group sizes} of R rows for E groups: ends anywhere, groups without rows, one with everything, none at all, most of R behind the groups."""
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    cuts = sorted(rng.choice(np.arange(1, R - R // 9), E, replace=False))
+    skewed = np.diff([0, *cuts])
+    empty = [0 if e % 3 == 0 else size for e, size in enumerate(skewed)]
+    one = [R if e == 1 else 0 for e in range(E)]
+    few = [1, *(0 for _ in range(E - 3)), R // 8 + 3, 1]
+    return {"skewed": skewed, "some empty": empty, "all in one": one, "all empty": [0] * E, "few rows": few}
+
+
+@functools.cache
+def grouped_kernels(name, transposed=False):
+    """{product: compiled f(a, b, group_sizes)} of a backend's module. transposed: operands in fp8, the contraction last; the products of their values."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxllm_kernels import grouped
+
+    module, one = grouped.load_backend(name), jnp.float32(1)
+    with_scale = lambda *names: dict.fromkeys(names, one) | {"transposed": True} if transposed else {}
+
+    def forward(x, w, n):
+        options = with_scale("x_scale")
+        return module.forward(x, w, n, **options, **({"w_scale": jnp.ones(n.shape)} if transposed else {}))
+
+    def dgrad(dy, w, n):
+        return forward(dy, w, n) if transposed else module.forward(dy, w, n, transposed=True)
+
+    def wgrad(x, dy, n):
+        return module.wgrad(x, dy, n, n.shape[0], **with_scale("x_scale", "dy_scale"))
+
+    compiled = functools.partial(jax.jit, compiler_options=UNTUNED)
+    return {"forward": compiled(forward), "dgrad": compiled(dgrad), "wgrad": compiled(wgrad)}
+
+
+def grouped_inputs(R, K, N, E, fp8=False):
+    """(x, w, dy): normal numbers in bfloat16, or what fp8 holds of them (e4m3, gradients e5m2 where this JAX multiplies both)."""
+    import jax
+    import jax.numpy as jnp
+
+    gradient = jnp.float8_e5m2 if jax.version.__version_info__ >= (0, 11) else jnp.float8_e4m3fn
+    kinds = (jnp.float8_e4m3fn, jnp.float8_e4m3fn, gradient) if fp8 else (jnp.bfloat16,) * 3
+    shapes = ((R, K), (E, K, N), (R, N))
+    keys = jax.random.split(jax.random.key(0), 3)
+    return tuple(jax.random.normal(k, shape, jnp.bfloat16).astype(kind) for k, shape, kind in zip(keys, shapes, kinds))
+
+
+def grouped_results(run, x, w, dy, group_sizes, transposed=False):
+    """{product: array} by `run`, one of `grouped_kernels`."""
+    last = (lambda a: a.swapaxes(-1, -2)) if transposed else (lambda a: a)
+    return {
+        "forward": run["forward"](x, last(w), group_sizes),
+        "dgrad": run["dgrad"](dy, w, group_sizes),
+        "wgrad": run["wgrad"](last(x), last(dy), group_sizes),
+    }
+
+
+def check_grouped(run, item, arrays, sizes, fp8=False):
+    """A row: the three products of `run` against xla in float32, with NaN behind the groups.
+
+    Allowed is twice the error that xla makes in bfloat16, and always two roundings; the gradient of w is float32 and may be YARDSTICK off. Exact: 0 behind
+    the groups, and 0 for a group without rows."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    group_sizes, live = jnp.asarray(sizes, jnp.int32), int(sum(sizes))
+    wide, narrow = ([a.astype(kind) for a in arrays] for kind in (jnp.float32, jnp.bfloat16))
+    want = grouped_results(grouped_kernels("xla"), *wide, group_sizes)
+    rounded = grouped_results(grouped_kernels("xla"), *narrow, group_sizes)
+    garbage = [a.at[live:].set(jnp.nan) if n != 1 else a for n, a in enumerate(arrays)]
+    got = grouped_results(run, *garbage, group_sizes, fp8)
+    errors, bounds, wrong = {}, {}, []
+    for name, x in got.items():
+        exact_zero = x[np.asarray(sizes) == 0] if name == "wgrad" else x[live:]
+        if bool(jnp.any(exact_zero != 0)):
+            wrong.append(f"{name} is not 0 {'without rows' if name == 'wgrad' else 'behind the groups'}")
+        errors[name] = error(x, want[name])
+        least = YARDSTICK if name == "wgrad" else ROUNDING
+        bounds[name] = 2 * max(error(rounded[name], want[name]), least)
+        if errors[name] > bounds[name]:
+            wrong.insert(0, f"{name} is {errors[name]:.1e} off, allowed {bounds[name]:.1e}")
+    status = f"failed: {'; '.join(wrong)}" if wrong else PASSED
+    return {"item": item, "status": status, "errors": errors, "bounds": bounds}
+
+
+def grouped_correctness(options, emit, left):
+    """Grouped products of every backend that has them: each tile plan, groups of all kinds, and fp8. First xla in float32 against float64 on the host."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    sizes = _sizes(options)["grouped"]
+    R, E = sizes["R"], 8
+    yard = (R // 8, 256, 128, E)
+    arrays, groups = grouped_inputs(*yard), filled(yard[0], E)["skewed"]
+    wide = [a.astype(jnp.float32) for a in arrays]
+    got = grouped_results(grouped_kernels("xla"), *wide, jnp.asarray(groups, jnp.int32))
+    x, w, dy = (np.asarray(a, np.float64) for a in wide)
+    want = {"forward": np.zeros(dy.shape), "dgrad": np.zeros(x.shape), "wgrad": np.zeros(w.shape)}
+    for e, end in enumerate(np.cumsum(groups)):
+        rows = slice(end - groups[e], end)
+        want["forward"][rows], want["dgrad"][rows], want["wgrad"][e] = (
+            x[rows] @ w[e],
+            dy[rows] @ w[e].T,
+            x[rows].T @ dy[rows],
+        )
+    errors = {name: float(np.abs(np.asarray(got[name]) - a).max() / np.abs(a).max()) for name, a in want.items()}
+    bad = [name for name, value in errors.items() if not value <= YARDSTICK]
+    status = f"failed: {', '.join(bad)} beyond {YARDSTICK}" if bad else PASSED
+    emit({"item": "xla in float32", "status": status, "errors": errors})
+
+    for name in options.backends:
+        if reason := _no_grouped(name):
+            emit({"item": name, "status": reason})
+            continue
+        for width in sizes["widths"]:
+            arrays = grouped_inputs(R, width, width, E)
+            for kind, groups in filled(R, E).items():
+                item = f"{name}, {R} rows, {width} wide, {kind}"
+                late = left() < 5
+                emit(
+                    {"item": item, "status": NO_TIME}
+                    if late
+                    else check_grouped(grouped_kernels(name), item, arrays, groups)
+                )
+        for width in sizes["fp8_widths"]:
+            item = f"{name} in fp8, {R} rows, {width} wide"
+            groups = [int(n) // FP8_ROWS * FP8_ROWS for n in filled(R, E)["some empty"]]
+            late = left() < 5
+            arrays = grouped_inputs(R, width, width, E, fp8=True)
+            emit(
+                {"item": item, "status": NO_TIME}
+                if late
+                else check_grouped(grouped_kernels(name, True), item, arrays, groups, fp8=True)
+            )
+
+
+def _no_grouped(name):
+    """Why a backend of attention is left out where grouped products are asked for; None where it has them."""
+    from jaxllm_kernels import grouped
+
+    return None if name in grouped.BACKENDS else "left out: it has no grouped products"
+
+
+def grouped_order(options, emit, left):
+    """`order`, of grouped products: groups that end inside tiles, every tile plan."""
+    import jax.numpy as jnp
+
+    sizes, repeats = _sizes(options)["grouped"], _sizes(options)["repeats"]
+    R, E = sizes["R"], 8
+    other_work = _other_work(_sizes(options)["other"])
+    for name in options.backends:
+        if reason := _no_grouped(name):
+            emit({"item": name, "status": reason})
+            continue
+        for width in sizes["widths"]:
+            x, w, dy = grouped_inputs(R, width, width, E)
+            group_sizes, run = jnp.asarray(filled(R, E)["skewed"], jnp.int32), grouped_kernels(name)
+            calls = {"forward": (x, w), "dgrad": (dy, w), "wgrad": (x, dy)}
+            for product, operands in calls.items():
+                row = {"item": f"{name}: {product}, {R} rows, {width} wide", "repeats": repeats}
+                call = functools.partial(run[product], *operands, group_sizes)
+                emit(row | {"status": NO_TIME if left() < 3 else _repeated(call, repeats, other_work)})
 
 
 # --- a model ---------------------------------------------------------------------------------------------------------
@@ -604,6 +821,14 @@ def attention_speed(options, emit, left):
             emit(row | ({"tokamax_on_h100_published": published} if published else {}))
 
 
+def grouped_speed(options, emit, left):
+    """Grouped products beside those of others; see benchmarks.moe."""
+    names = ("xla", "loop") if options.rehearse else (*(set(options.backends) & {"hopper"}), *moe.OTHERS)
+    for groups in moe.cases(moe.TINY if options.rehearse else moe.WHOLE):
+        for row in moe.compare(groups, names, left, rounds=2 if options.rehearse else 5):
+            emit(row)
+
+
 def ring_speed(options, emit, left):
     """The ring's hops on one device; see benchmarks.ring. First small, all ranks: also dk and dv."""
     from jaxllm_kernels.attention import load_backend
@@ -631,6 +856,7 @@ def plans(options, emit, left):
 
 
 SIZES = dict(
+    grouped=dict(R=4096, widths=(1024, 768, 640), fp8_widths=(512, 640)),  # one for each tile plan
     small=SMALL, long=LONG, repeats=60, other=2**17, tokens=8192, chunk=2048, rows=4, steps=4, rounds=5,
     ring={512: dict(timed_ranks=range(8), rounds=3), 8192: {}, 4096: {}, 2048: {}},
     model=(
@@ -648,6 +874,7 @@ _TINY_MODEL = (
     "model.num_key_value_heads=2", "optimizer.schedule=constant",
 )  # fmt: skip
 REHEARSAL = dict(
+    grouped=dict(R=512, widths=(128,), fp8_widths=(128,)),
     small=dict(B=2, T=128, H=4, K=2), long=dict(B=1, T=256, H=4, K=2), repeats=3, other=2**10, tokens=128, chunk=64, rows=2, steps=2,
     rounds=2, model=_TINY_MODEL, big_name="tiny", big=_TINY_MODEL,
     ring={16: dict(timed_ranks=range(8), rounds=1, heads=4, kv_heads=2, head_dim=64)},
@@ -657,8 +884,12 @@ PARTS = (
     Part("yardstick", yardstick, True, most=60),
     *(Part(f"correctness of {d}", functools.partial(correctness, d), True, most=90) for d in (128, 64, 256)),
     *(Part(f"order of {d}", functools.partial(order, d), True, most=60) for d in (128, 64, 256)),
+    Part("cudnn", cudnn, True, most=60),
+    Part("grouped correctness", grouped_correctness, True, most=150),
+    Part("grouped order", grouped_order, True, most=40),
     Part("training", training, True, needs=30, most=120, quiet=120),
     Part("attention", attention_speed, most=150, quiet=90),
+    Part("grouped", grouped_speed, most=120, quiet=90),
     Part("ring", ring_speed, most=90),
     Part("training speed", training_speed, needs=40, most=120, quiet=120),
     Part("tile plans", plans, most=240),

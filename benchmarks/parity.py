@@ -2,6 +2,7 @@
 
     python -m benchmarks.parity                   # the full product, on 8 emulated CPU devices; appends to results/parity.jsonl
     python -m benchmarks.parity --pairs           # a set of cases in which every pair of values occurs: what CI runs
+    python -m benchmarks.parity --model dense --sample 500    # a part of the product: of one kind of model, and drawn at random
 
 A case is compared with the same rows on one device, in one piece, with nothing recomputed: float32, largest error of the loss (relative) and of
 any gradient tensor (max|a - b| / max|b|).
@@ -17,14 +18,16 @@ import json
 import math
 import os
 import pathlib
+import random
 import sys
 import time
 
 FACTORS = {
     "sequence": (1, 2, 4, 8),
     "data": (1, 2),
-    "expert": (1, 2),
-    "experts": (None, 4),
+    "expert": (1, 2, 4, 8),
+    "experts": (None, 8),
+    "exchange": ("none", "allgather", "alltoall"),
     "communication": ("ring", "allgather"),
     "window": (None, 9),
     "microbatches": (1, 2),
@@ -33,7 +36,8 @@ FACTORS = {
     "packing": (True, False),  # last: neighbours share a program
 }
 LONG = [  # lengths that fit nothing, and many more tiles than devices
-    dict(sequence=n, data=1, expert=1, experts=None, communication="ring", packing=True, window=None, microbatches=1, remat="attention", length=length)
+    dict(sequence=n, data=1, expert=1, experts=None, exchange="none", communication="ring", packing=True, window=None, microbatches=1,
+         remat="attention", length=length)
     for length in (7, 4095, 4097)
     for n in (1, 2, 4, 8)
 ]  # fmt: skip
@@ -41,7 +45,7 @@ LOSS, GRADIENT = 1e-5, 1e-4  # the largest errors allowed
 MODEL = (
     "model.vocab_size=256", "model.hidden_size=64", "model.intermediate_size=96", "model.num_hidden_layers=2",
     "model.num_attention_heads=4", "model.num_key_value_heads=2", "model.max_position_embeddings=8192", "precision.compute=float32",
-    "data.global_batch_size=8", "loss.chunk_size=128",
+    "data.global_batch_size=16", "loss.chunk_size=128",
     "model.initializer_range=0.2",  # at 0.02 attention is nearly uniform, and a loss with wrong positions within 1e-5 of the right one
 )  # fmt: skip
 ROUTER = (
@@ -50,9 +54,10 @@ ROUTER = (
 
 
 def possible(case):
-    """Eight devices are there, and without a sequence axis there is nothing to communicate."""
-    fits = case["sequence"] * case["data"] * case["expert"] <= 8
-    return fits and (case["sequence"] > 1 or case["communication"] == "ring")
+    """Eight devices are there, dense models have no expert axis, and where an axis is not split there is nothing to communicate."""
+    fits = case["sequence"] * case["data"] * case["expert"] <= 8 and (case["experts"] or case["expert"] == 1)
+    one_way = case["communication"] == "ring", case["exchange"] == "none"
+    return fits and (case["sequence"] > 1 or one_way[0]) and (case["expert"] > 1 or one_way[1])
 
 
 def product():
@@ -72,7 +77,7 @@ def pairs():
     return chosen
 
 
-def rows(length, packing, num_rows=8, seed=0):
+def rows(length, packing, num_rows=16, seed=0):
     """Rows of random tokens in numpy, one document each or several, some padding at the end."""
     import numpy as np
 
@@ -105,7 +110,12 @@ def program(**case):
 
     family = [] if case["window"] is None else [f"model.sliding_window={case['window']}", "model.family=mistral"]
     if case["experts"]:
-        family += ["model.family=mixtral", f"model.num_local_experts={case['experts']}", *ROUTER]
+        family += [
+            "model.family=mixtral",
+            f"model.num_local_experts={case['experts']}",
+            f"moe.exchange={case['exchange']}",
+            *ROUTER,
+        ]
     cfg = config.load_config(
         None, *MODEL, *family, f"data.seq_len={case['length']}", f"attention.communication={case['communication']}",
         f"optimizer.num_microbatches={case['microbatches']}", f"model.remat={case['remat']}",
@@ -133,7 +143,15 @@ def run(case):
 
 @functools.cache
 def alone(length, packing, window, experts):
-    plain = {"sequence": 1, "data": 1, "expert": 1, "communication": "ring", "microbatches": 1, "remat": "none"}
+    plain = {
+        "sequence": 1,
+        "data": 1,
+        "expert": 1,
+        "exchange": "none",
+        "communication": "ring",
+        "microbatches": 1,
+        "remat": "none",
+    }
     return run({**plain, "length": length, "packing": packing, "window": window, "experts": experts})
 
 
@@ -151,12 +169,18 @@ def errors(case):
 def main(arguments=None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.parity", description=__doc__.partition("\n\n")[0])
     parser.add_argument("--pairs", action="store_true", help="only the cases that CI runs")
+    parser.add_argument("--model", choices=("dense", "experts"), help="only the cases of this kind of model")
+    parser.add_argument("--sample", type=int, help="only so many cases, drawn at random (always the same)")
     options = parser.parse_args(arguments)
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     import jax
 
     cases, failed, worst, begin = pairs() if options.pairs else product() + LONG, [], (0.0, 0.0), time.time()
+    if options.model:
+        cases = [case for case in cases if (case["experts"] is None) == (options.model == "dense")]
+    if options.sample:
+        cases = [cases[n] for n in sorted(random.Random(0).sample(range(len(cases)), options.sample))]
     for number, case in enumerate(cases):
         loss, gradient, path = errors(case)
         worst = max(worst[0], loss), max(worst[1], gradient)
@@ -167,7 +191,8 @@ def main(arguments=None) -> int:
             jax.clear_caches()
     result = {
         "date": datetime.date.today().isoformat(), "jax": jax.__version__, "platform": "8 emulated CPU devices",
-        "factors": FACTORS, "cases": len(cases), "failed": failed, "worst_loss_error": worst[0], "worst_gradient_error": worst[1],
+        "factors": FACTORS, "model": options.model or "all", "sample": options.sample,
+        "cases": len(cases), "failed": failed, "worst_loss_error": worst[0], "worst_gradient_error": worst[1],
         "seconds": round(time.time() - begin),
     }  # fmt: skip
     print(json.dumps(result))

@@ -54,7 +54,7 @@ class Virtual:
         )
 
     def forward(self, q, keys, steps, dtype=None):
-        """(out in `dtype`, by default q's, lse) of q; keys: {rank: (k, v)}; steps: those of `hops`."""
+        """(out in `dtype`, by default q's, lse) of q; keys: {rank: (k, v) as `ring.halves` gives them}; steps: those of `hops`."""
         carry = self._empty(q)
         for source, start, end in steps:
             carry = self._fold(carry, q, *keys[source], start, end)
@@ -101,8 +101,9 @@ def measure(
     dq, dk, dv = back(q, k, v, do, lse, delta, start, end)
 
     order = token_order("zigzag", ranks, length).reshape(ranks, -1)
-    keys = {rank: (k[:, own], v[:, own]) for rank, own in enumerate(order)}
-    sums = {rank: jnp.zeros((2, *keys[rank][0].shape), jnp.float32) for rank in keys}
+    pairs = [jnp.stack([k[:, own], v[:, own]]) for own in order]
+    keys = {rank: ring.halves(backend, pair) for rank, pair in enumerate(pairs)}
+    sums = {rank: jnp.zeros(pair.shape, jnp.float32) for rank, pair in enumerate(pairs)}
     virtual, calls, differences = Virtual(backend, scale), {}, {}
 
     def note(what, got, want):

@@ -22,10 +22,12 @@ from jaxllm import hardware
 from jaxllm.section import Section, UserError
 from jaxllm.sharding import AXES, BATCH, axis_size
 from jaxllm_kernels import Plan, attention_backward, attention_forward, load_backend, windowed, without_padding
+from jaxllm_kernels.ring import live_steps
 
 _HEADS = P(BATCH, "sequence", None, None)  # [B, T, heads, head_dim]
 _ROWS = P(BATCH, "sequence")  # [B, T]
 _LSE = P(BATCH, None, "sequence")  # [B, heads, T]
+_NVIDIA = ("NVIDIA", "Tesla", "Quadro")  # how its cards call themselves; those before Ampere may lack the maker's name
 _NODE = 8  # GPUs that NVLink joins in the usual machine
 
 
@@ -45,6 +47,12 @@ def row_layout(num_shards: int, length: int, window: int | None) -> str:
     return "contiguous" if num_shards == 1 or (window is not None and window < length) else "zigzag"
 
 
+def row_places(num_shards: int, length: int, window: int | None) -> int:
+    """Places that a row of `length` tokens takes over a sequence axis of `num_shards`: completed to what its layout divides."""
+    chunks = num_shards * (2 if row_layout(num_shards, length, window) == "zigzag" else 1)
+    return -(-length // chunks) * chunks
+
+
 def is_hopper(device_kind: str) -> bool:
     return device_kind.startswith("NVIDIA") and re.search(r"\bG?H(100|200|800|20)\b", device_kind) is not None
 
@@ -53,18 +61,33 @@ def _unfit(backend: str, device_kind: str, dtype, head_dim: int) -> str | None:
     """Why this backend cannot serve; None where it can."""
     if backend == "xla":
         return None
-    nvidia = device_kind.startswith("NVIDIA")
     if backend == "hopper" and not is_hopper(device_kind):
         return f"its kernels are for NVIDIA's Hopper GPUs (H100, H200), and the device is {device_kind!r}"
-    if backend in ("triton", "cudnn") and not nvidia:
+    if backend in ("triton", "cudnn") and not device_kind.startswith(_NVIDIA):
         return f"its kernels are for NVIDIA GPUs, and the device is {device_kind!r}"
+    capability = _compute_capability(device_kind)
+    if capability is not None and capability < 8:
+        return (
+            f"its kernels need compute capability 8.0 (Ampere: A100, A10, RTX 30) or more, and {device_kind!r} has {capability}; "
+            'attention.backend = "xla" runs there'
+        )
     if backend == "triton" and not importlib.util.find_spec("jax_triton"):
         return "jax-triton is not installed (pip install 'jaxllm[triton]')"
     if jnp.dtype(dtype) != jnp.bfloat16:
         return f"its kernels take bfloat16, and precision.compute is {jnp.dtype(dtype)}"
     if head_dim > 256:
         return f"its kernels take head dims up to 256, and model.head_dim is {head_dim}"
+    if backend == "cudnn" and head_dim % 8:
+        return f"cuDNN takes head dims that are multiples of 8, and model.head_dim is {head_dim}"
+    if backend == "cudnn" and head_dim > 128 and capability is not None and capability < 9:
+        return f"before Hopper cuDNN takes head dims up to 128, and model.head_dim is {head_dim} on {device_kind!r}"
     return None
+
+
+def _compute_capability(device_kind: str) -> float | None:
+    """Of this process's GPUs of that kind, 8.0 for an A100; None where there is none: for a GPU that is only compiled for, its name has to do."""
+    found = (getattr(x, "compute_capability", None) for x in jax.local_devices() if x.device_kind == device_kind)
+    return next((float(x) for x in found if x and x.replace(".", "", 1).isdigit()), None)
 
 
 def choose_backend(config: AttentionConfig, device_kind: str, dtype, head_dim: int) -> str:
@@ -129,17 +152,30 @@ def describe(config: AttentionConfig, model, compute: str, seq_len: int) -> str:
     """One line on what attention will do on the current mesh, and why. UserError as from `choose_backend`.
 
     model: its num_attention_heads, num_key_value_heads, head_dim and sliding_window are read; compute: its dtype."""
-    kind, shards = device_kind(), axis_size("sequence")
-    backend = choose_backend(config, kind, compute, model.head_dim)
-    line = f"attention: {backend}"
+    shards, window = axis_size("sequence"), model.sliding_window
+    line = f"attention: {choose_backend(config, device_kind(), compute, model.head_dim)}"
     if shards == 1:
         return line
-    length = -(-seq_len // (2 * shards)) * 2
-    heads = model.num_attention_heads, model.num_key_value_heads
-    way, reason = choose_communication(
-        config, shards, length, *heads, kind, model.sliding_window, axis_size("sequence", "expert")
-    )
-    return f"{line}, {row_layout(shards, seq_len, model.sliding_window)} over {shards} devices, {way} ({reason})"
+    length = row_places(shards, seq_len, window) // shards
+    way, reason = _communication(config, length, model.num_attention_heads, model.num_key_value_heads, window)
+    return f"{line}, {row_layout(shards, seq_len, window)} over {shards} devices, {way} ({reason})"
+
+
+def calls_per_pass(config: AttentionConfig, model, seq_len: int) -> int:
+    """Kernel calls in which a device's queries meet all the keys of a row, on the current mesh: one, or one for each step of a ring in which anybody
+    sees anything. `model` as for `describe`."""
+    shards, window = axis_size("sequence"), model.sliding_window
+    length = row_places(shards, seq_len, window) // shards
+    way, _ = _communication(config, length, model.num_attention_heads, model.num_key_value_heads, window)
+    if shards == 1 or way != "ring":
+        return 1
+    return len(live_steps(row_layout(shards, seq_len, window), shards, length, window))
+
+
+def _communication(config, length, heads, kv_heads, window):
+    """`choose_communication` for the current mesh."""
+    mesh = axis_size("sequence"), axis_size("sequence", "expert")
+    return choose_communication(config, mesh[0], length, heads, kv_heads, device_kind(), window, span=mesh[1])
 
 
 def attention(
@@ -163,21 +199,32 @@ def attention(
         return checkpoint_name((over if axis_size(*AXES) > 1 else local)(q, k, v, k_start, k_end), "attn_out")
     if shards == 1:
         return _over_mesh(q, k, v, k_start, k_end, Plan(backend, aligned=True), axis_size(*AXES) > 1)
-    communication, _ = choose_communication(config, shards, q.shape[1] // shards, q.shape[2], k.shape[2], kind, window)
+    communication, _ = _communication(config, q.shape[1] // shards, q.shape[2], k.shape[2], window)
     return _over_mesh(q, k, v, k_start, k_end, Plan(backend, "sequence", layout, communication, window), True)
 
 
-def one_document(q, k, v, k_start, k_end, *, window, implementation="cudnn"):
+def one_document(q, k, v, k_start, k_end, *, window, implementation="cudnn", with_lse=False):
     """Causal attention of rows that hold one document from place 0 on and padding behind it, by `jax.nn.dot_product_attention`, which keeps
-    residuals of its own. Rows that hold anything else come out as NaN: the mask of cuDNN could not tell."""
+    residuals of its own. Rows that hold anything else come out as NaN: the mask of cuDNN could not tell.
+
+    with_lse: (out, lse [B, H, T]) instead of out. JAX rounds that lse to q's dtype and gives it no gradient, which is why the ring cannot have it."""
     band = None if window is None else (window - 1, 0)
-    out = jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=band, implementation=implementation)
+    options = dict(is_causal=True, local_window_size=band, implementation=implementation)
+    if with_lse:
+        out, lse = jax.nn.dot_product_attention(q, k, v, **options, return_residual=True)
+    else:
+        out, lse = jax.nn.dot_product_attention(q, k, v, **options), None
     index = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
     first = jnp.zeros_like(k_start) if window is None else jnp.maximum(index + 1 - window, 0)
     real = k_end > k_start
     fits = jnp.all(jnp.where(real, (k_start == first) & (k_end == index + 1), True), axis=1, keepdims=True)
-    keep = jnp.where(fits, real.astype(out.dtype), jnp.array(jnp.nan, out.dtype))
-    return out * keep[..., None, None]
+    fits = jnp.where(fits, jnp.ones((), out.dtype), jnp.array(jnp.nan, out.dtype))
+    # A selection, for what comes back to padding: 0 x NaN is NaN.
+    out = jnp.where(real[..., None, None], out, jnp.zeros((), out.dtype)) * fits[..., None, None]
+    if not with_lse:
+        return out
+    lse = jnp.where(real[..., None], jax.lax.stop_gradient(lse), jnp.array(-jnp.inf, lse.dtype))
+    return out, jnp.swapaxes(lse, 1, 2)
 
 
 def device_kind() -> str:
@@ -196,7 +243,8 @@ def _over_mesh_forward(q, k, v, k_start, k_end, plan, sharded):
     if sharded:
         specs = (_HEADS, _HEADS, _HEADS, _ROWS, _ROWS)
         local = jax.shard_map(local, in_specs=specs, out_specs=(_HEADS, _LSE), check_vma=False)
-    out, lse = local(q, k, v, k_start, k_end)
+    # The barrier: XLA of JAX 0.11 writes what a scan keeps by a copy of the call that made it, and runs kernels twice (docs/decisions.md).
+    out, lse = jax.lax.optimization_barrier(local(q, k, v, k_start, k_end))
     out, lse = checkpoint_name(out, "attn_out"), checkpoint_name(lse, "attn_lse")
     return out, (q, k, v, k_start, k_end, out, lse)
 

@@ -36,6 +36,7 @@ from jaxllm.metrics import LoggingConfig
 from jaxllm.models import FAMILIES
 from jaxllm.models.decoder import ModelConfig
 from jaxllm.moe import MoEConfig
+from jaxllm.moe import check as moe_conflicts
 from jaxllm.optim import OptimizerConfig, learning_rate
 from jaxllm.section import Section, UserError
 from jaxllm.sharding import AXES, BATCH, MeshConfig
@@ -132,6 +133,14 @@ def load_config(path: str | Path | None, *overrides: str, resolve_path: bool = T
                 ".".join(key), _shown(settings[key].value), settings[key].source, _shown(folder[key].value), folder[key].source,
             )  # fmt: skip
     known = {key: setting for key, setting in settings.items() if key in _leaves()}
+    usual, given = _leaves()["data", "seq_len"].default, known.get(longest)
+    if (
+        ("data", "seq_len") not in known
+        and given is not None
+        and isinstance(given.value, int)
+        and 0 < given.value < usual
+    ):
+        known["data", "seq_len"] = Setting(given.value, f"model.max_position_embeddings, less than the usual {usual}")
     try:
         config = Config.model_validate(_nested(known))
     except pydantic.ValidationError as error:
@@ -296,12 +305,15 @@ def _conflicts(config: Config, num_devices: int | None) -> list[str]:
     rows = {f"mesh.{axis}": sizes[axis] for axis in BATCH if sizes[axis] != -1}
     microbatches = {"optimizer.num_microbatches": config.optimizer.num_microbatches}
     conflicts += _not_a_multiple("data.global_batch_size", config.data.global_batch_size, rows | microbatches)
-    if num_devices is not None and config.data.seq_len > config.model.max_position_embeddings:
-        conflicts.append(
-            f"data.seq_len: {config.data.seq_len} tokens are more than model.max_position_embeddings = "
-            f"{config.model.max_position_embeddings}, for which the model's positions are meant; shorten the rows, or "
-            "raise model.max_position_embeddings together with scaled model.rope_parameters"
-        )
+    conflicts += moe_conflicts(config.moe, config.model, sizes["expert"])
+    lengths = {"data.seq_len": config.data.seq_len}
+    if config.evaluation.prompt is not None:
+        lengths["evaluation.prompt_tokens and a prompt"] = config.evaluation.prompt_tokens + 1
+    for name, length in lengths.items():
+        try:
+            config.model.check_length(name, length)
+        except UserError as error:
+            conflicts.append(str(error))
     if config.attention.backend == "cudnn" and packing_of(config.data) != "none":
         conflicts.append(
             f'attention.backend: "cudnn" knows no packed rows, and data.packing is "{packing_of(config.data)}"; set '
@@ -531,7 +543,8 @@ def _shown(value: Any) -> str:
 # Changing these leaves the maths alone: where things are, how the work is cut and spread, what is reported and kept.
 HARMLESS = (
     "output_dir", "steps", "mesh", "model.path", "model.revision", "model.remat", "data.path", "checkpoint", "logging",
-    "evaluation", "optimizer.num_microbatches", "optimizer.max_bad_steps", "attention", "moe.exchange", "loss.chunk_size",
+    "evaluation", "optimizer.num_microbatches", "optimizer.moments_memory", "optimizer.max_bad_steps", "attention", "moe.exchange",
+    "moe.backend", "loss.chunk_size",
     "data.workers", "data.cache", "data.tokenizer",  # what the tokenizer holds is in the fingerprint of the data
 )  # fmt: skip
 # These change the course of the run and may be meant to: allowed, and shown first.

@@ -1,7 +1,8 @@
 """Reads a compiled program's text: its collectives, whether they overlap, and its FLOPs, with loops multiplied out.
 
 Knows the text of scheduled HLO and nothing else. `while` bodies count as often as their known trip count says; a loop without one counts once
-and is reported. Attention and grouped-matmul kernels are custom calls whose FLOPs the text does not tell: they are listed, not counted.
+and is reported. Attention and grouped-matmul kernels are custom calls whose FLOPs the text does not tell: they are listed with their arrays, and
+whoever knows what they compute counts (plan.py).
 """
 
 import collections
@@ -51,15 +52,34 @@ class Collective:
 
 
 @dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A custom call that is no matrix product. name: of its function, such as "attention_dq", "" where the text tells none; operands, results: (dtype,
+    dims) of its arrays; times: per execution of the program."""
+
+    target: str
+    name: str
+    operands: list[tuple[str, tuple[int, ...]]]
+    results: list[tuple[str, tuple[int, ...]]]
+    times: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Program:
     collectives: list[Collective]
     flops: float
     """Of all matrix products, per execution and device."""
     flops_by_dtype: dict[str, float]
-    custom_calls: dict[str, int]
-    """Target -> calls per execution, matrix products left out."""
+    kernels: list[Kernel]
     unknown_loops: int
     """Loops without a known trip count, counted once."""
+
+    @property
+    def custom_calls(self) -> dict[str, int]:
+        """Target -> calls per execution, matrix products left out."""
+        calls = collections.Counter()
+        for kernel in self.kernels:
+            calls[kernel.target] += kernel.times
+        return dict(calls)
 
 
 def _shapes(text: str) -> list[tuple[str, tuple[int, ...]]]:
@@ -144,7 +164,7 @@ def read(text: str) -> Program:
     """The collectives and FLOPs of a compiled program from its `as_text()`."""
     computations, entry = _parse(text)
     times, unknown = _multiplicities(computations, entry)
-    collectives, flops, custom = [], collections.Counter(), collections.Counter()
+    collectives, flops, kernels = [], collections.Counter(), []
     for name, instructions in computations.items():
         if not times[name]:
             continue
@@ -154,11 +174,13 @@ def read(text: str) -> Program:
                 count, dtype = _product_flops(i, types)
                 flops[dtype] += count * times[name]
             elif i.op == "custom-call" and (target := re.search(r'custom_call_target="([^"]+)"', i.rest)):
-                custom[target[1]] += times[name]
+                called = re.search(r'op_name="(?:[^"]*/)?([^"/]+)/mpmd_map"', i.rest)  # Pallas
+                operands = [shape for operand in _operands(i, 64) for shape in _shapes(types.get(operand, ""))]
+                kernels.append(Kernel(target[1], called[1] if called else "", operands, _shapes(i.result), times[name]))
             kind = i.op.removesuffix("-start")
             if kind in _COLLECTIVES:
                 collectives.append(_collective(kind, i, types, times[name], wrapped=name in _wrapped(computations)))
-    return Program(collectives, sum(flops.values()), dict(flops), dict(custom), unknown)
+    return Program(collectives, sum(flops.values()), dict(flops), kernels, unknown)
 
 
 def _wrapped(computations) -> set[str]:

@@ -239,6 +239,13 @@ def rotate(x, cos, sin):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
+def product(linear, x, kept: bool, *more, **options):
+    """linear(x, *more, **options), of a Linear or GroupedLinear. If rematerialisation keeps it, behind a barrier and named again there, which is then what
+    is kept: XLA of JAX 0.11 writes what a scan keeps by a copy of the product that made it, and computes products twice (docs/decisions.md)."""
+    y = linear(x, *more, **options)
+    return checkpoint_name(jax.lax.optimization_barrier(y), linear.name) if kept else y
+
+
 class Attention(nnx.Module):
     """Grouped-query self-attention with rotary positions."""
 
@@ -255,14 +262,15 @@ class Attention(nnx.Module):
         self.k_proj = linear(embed_dim, kv_heads, name="k_proj")
         self.v_proj = linear(embed_dim, kv_heads, name="v_proj")
         self.o_proj = linear(heads, embed_dim, name="o_proj")
-        self.config, self.window = attention_config, config.sliding_window
+        self.config, self.window, self.kept = attention_config, config.sliding_window, config.keeps_products
 
     def __call__(self, x, cos, sin, k_start, k_end, layout):
         """x [B, T, E], cos and sin [B, T, 1, D / 2], intervals i32[B, T] of places laid out as `layout` -> [B, T, E]."""
-        q, k, v = rotate(self.q_proj(x), cos, sin), rotate(self.k_proj(x), cos, sin), self.v_proj(x)
+        q, k, v = (product(linear, x, self.kept) for linear in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         with jax.named_scope("attention"):
             out = attention(q, k, v, k_start, k_end, self.config, layout=layout, window=self.window)
-        return self.o_proj(out)
+        return product(self.o_proj, out, self.kept)
 
 
 @jax.custom_vjp
@@ -285,6 +293,7 @@ class MLP(nnx.Module):
     """The gated feed-forward layer of Llama: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config, precision: PrecisionConfig, *, rngs: nnx.Rngs):
+        self.kept = config.keeps_products
         embed_dim, mlp = {"embed": config.hidden_size}, {"mlp": config.intermediate_size}
         linear = functools.partial(
             Linear, precision=precision, rngs=rngs, stddev=config.initializer_range, use_bias=config.mlp_bias
@@ -295,4 +304,5 @@ class MLP(nnx.Module):
 
     def __call__(self, x):
         """x [B, T, E] -> [B, T, E]."""
-        return self.down_proj(checkpoint_name(swiglu(self.gate_proj(x), self.up_proj(x)), "gated"))
+        gate, up = (product(linear, x, self.kept) for linear in (self.gate_proj, self.up_proj))
+        return self.down_proj(checkpoint_name(swiglu(gate, up), "gated"))  # what it yields is added, and never kept

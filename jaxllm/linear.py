@@ -23,8 +23,9 @@ from jaxllm_kernels import grouped
 
 
 class PrecisionConfig(Section):
-    param: Literal["float32"] = "float32"
-    """Dtype in which trained parameters are kept (masters)."""
+    param: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which trained parameters are kept (masters). "bfloat16" halves parameters and gradients; updates are then rounded stochastically, always:
+    rounded to nearest, a weight of 1.0 never moves under updates of 1e-3."""
     compute: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of activations and of the weights that matmuls read. On a CPU float32 is the faster one."""
     gradient_reduce: Literal["float32", "bfloat16"] = "float32"
@@ -80,7 +81,9 @@ def _matmul_backward(names, num_inputs, compute, reduce, residuals, dy):
     flat, dy = jax.lax.optimization_barrier((_flat(x.astype(compute), num_inputs), _flat(dy, len(outputs))))
     dx = _dot(dy, used, ((dy.ndim - 1,), (1,)), compute).reshape(x.shape).astype(x.dtype)
     leading = tuple(range(dy.ndim - 1))
-    dw = _dot(flat, dy, (leading, leading), reduce).reshape(*inputs, *outputs)
+    # A GPU has no product of float32 operands that comes out in bfloat16.
+    dw = _dot(flat, dy, (leading, leading), reduce if compute == "bfloat16" else "float32").astype(reduce)
+    dw = dw.reshape(*inputs, *outputs)
     return dx, constrain(dw, *names, table=AT_REST).astype(like.dtype)
 
 

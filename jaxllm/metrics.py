@@ -7,6 +7,8 @@
     step_time          seconds per step, the mean since the row before, ended by a wait for the result. The first step
                        of a process (it compiles) and all that happens under `pause()` stay outside
     mfu                model FLOPs over step_time and the peak of all devices; absent where that is unknown
+    expert_load, imbalance, idle, entropy, dropped_tokens, dropped_share
+                       of the experts in the logged step; see `moe.report`
     memory             bytes, the peak in use: of the fullest local device, or of this process (resident) on CPU
     bad_steps          steps since the row before that kept the old state (non-finite), when the step reports "bad"
     eval_loss, eval_tokens, eval_perplexity
@@ -95,8 +97,8 @@ class Metrics:
             self._release()  # after a fault there may be no device left to fetch from
 
     def record(self, step: int, device_metrics: dict, positions: int) -> list[tuple[int, dict]]:
-        """Takes the metrics that `step` (1 for the first) returned, scalars still on the device, and `positions`, rows
-        x seq_len.
+        """Takes the metrics that `step` (1 for the first) returned, scalars or short vectors still on the device, and
+        `positions`, rows x seq_len.
 
         Returns [] at once, except every `config.every` steps and at the last one: then the values of all steps since
         are fetched, a row is written, and they are returned as [(step, {name: number})] for the caller to judge.
@@ -117,7 +119,9 @@ class Metrics:
         stopped)."""
         if not self._window:
             return []
-        fetched = [(step, {k: np.asarray(v).item() for k, v in m.items()}) for step, m in jax.device_get(self._window)]
+        fetched = [
+            (step, {k: np.asarray(v).tolist() for k, v in m.items()}) for step, m in jax.device_get(self._window)
+        ]
         self._window = []
         step, last = fetched[-1]
         row = {"step": step, **{key: last[key] for key in FIRST_KEYS if key in last}}
@@ -205,15 +209,22 @@ class Metrics:
 
 def to_json(row: dict) -> str:
     """One line of valid JSON: a number that is not finite becomes null and is named under "non_finite"."""
-    odd = {key: repr(value) for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
+    numbers = lambda value: value if isinstance(value, list) else [value]
+    finite = lambda value: all(not isinstance(number, float) or math.isfinite(number) for number in numbers(value))
+    odd = {key: repr(value) for key, value in row.items() if not finite(value)}
     row = {key: None if key in odd else value for key, value in row.items()}
     return json.dumps(row | ({"non_finite": odd} if odd else {}), allow_nan=False)
 
 
 def _named_values(row: dict) -> dict:
-    """{name: number} of a row, where an evaluation set's values are named after it."""
-    of_set = f"/{row['eval_set']}" if "eval_set" in row else ""
-    return {f"{key}{of_set}": value for key, value in row.items() if key not in ("step", "eval_set")}
+    """{name: number} of a row, where an evaluation set's values are named after it, and a vector's after their place."""
+    of_set, named = f"/{row['eval_set']}" if "eval_set" in row else "", {}
+    for key, value in row.items():
+        if isinstance(value, list):
+            named |= {f"{key}/{place}": number for place, number in enumerate(value)}
+        elif key not in ("step", "eval_set"):
+            named[f"{key}{of_set}"] = value
+    return named
 
 
 def _open_cut(path: pathlib.Path, start_step: int):
@@ -330,9 +341,12 @@ class _Lines:
         parts = [f"step {row['step']}/{self.total_steps}"]
         formats = {"loss": "loss {:.4f}", "learning_rate": "learning rate {:.3g}", "grad_norm": "grad norm {:.3g}"}
         formats |= {"tokens_per_second": "{:,.0f} tokens/s", "step_time": "{:.3g} s/step", "mfu": "mfu {:.1%}"}
+        formats |= {"imbalance": "experts' imbalance {:.2f}"}
         parts += [text.format(row[key]) for key, text in formats.items() if key in row]
         if row.get("bad_steps"):
             parts.append(f"{row['bad_steps']} bad steps kept the old state")
+        if row.get("dropped_tokens"):
+            parts.append(f"WARNING: experts dropped {row['dropped_share']:.2%}, raise moe.buffer_factor")
         if "step_time" in row:
             parts.append(f"{_clock((self.total_steps - row['step']) * row['step_time'])} left")
         print("  ".join(parts), flush=True)
@@ -364,7 +378,7 @@ class _Bar(_Lines):
         self.progress.update(self.task, completed=step)
 
     def show(self, row: dict) -> None:
-        if "eval_loss" in row or row.get("bad_steps"):
+        if "eval_loss" in row or row.get("bad_steps") or row.get("dropped_tokens"):
             super().show(row)
             return
         now = f"loss {row['loss']:.4f}" if "loss" in row else ""

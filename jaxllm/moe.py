@@ -1,40 +1,33 @@
-"""Mixture of experts without a dropped token: the router, the exchange of tokens over the expert axis, and what is recorded of both.
+"""Mixture of experts without a dropped token: the router and its losses, what is recorded of the experts, and how a layer's work is spread.
 
-Between `dispatch` and `combine` a layer's tokens are rows sorted by expert, one block of rows per device: rows [devices, R, D] and group sizes
-[devices, experts held]. Everything that multiplies them by a weight is `linear.GroupedLinear`. R is the worst case, so that nothing is ever dropped; the
-products' cost follows the group sizes, while what XLA computes between them (gathers, the gated product) and the zeros behind the groups follow
-R. Padding goes to no expert.
-
-Exchanges, with the same result up to the order in which devices are summed:
-  "none"       each device computes all experts on its own tokens; the experts' weights are gathered over the expert axis as well.
-  "allgather"  tokens are gathered over the expert axis, each device computes its own experts, and the sums are scattered back.
-
-Sums over a token's experts on one device are float32, in a fixed order, as gathers in both directions: nothing is scattered.
-
-Not here: capacity that drops tokens, and all-to-all exchanges, which need a second static bound.
+Not here: how tokens travel to their experts and back (`exchange`), and the products (`linear.GroupedLinear`).
 """
 
-import functools
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import pydantic
-from jax.sharding import PartitionSpec as P
 
 from jaxllm import attention
-from jaxllm.section import Section
-from jaxllm.sharding import AXES, BATCH, axis_size
-
-_TOKENS, _ROWS = P(BATCH, "sequence", None), P(AXES)
-EXCHANGES = ("none", "allgather")
+from jaxllm.exchange import Exchange
+from jaxllm.section import Section, UserError
+from jaxllm.sharding import AXES, axis_size
 
 
 class MoEConfig(Section):
     """Mixture-of-experts layers; read by the families that have them."""
 
-    exchange: Literal["auto", "none", "allgather"] = "auto"
-    """How tokens meet their experts; see jaxllm/moe.py. "auto": "allgather" where mesh.expert > 1."""
+    exchange: Literal["auto", "none", "allgather", "alltoall", "ragged"] = "auto"
+    """How tokens meet their experts over mesh.expert: "none", experts are gathered to all tokens; "allgather", tokens to all experts; "alltoall", tokens to
+    their experts in padded blocks, "ragged" without padding (GPUs only). "auto": with a buffer_factor "alltoall", else "none" or "allgather", whichever
+    moves fewer bytes. See jaxllm/exchange.py."""
+    buffer_factor: float | None = pydantic.Field(None, gt=0)
+    """Bounds the rows that a device receives for its experts, as a multiple of what it receives when the router is balanced, and with them memory.
+    What does not fit is dropped: its expert adds nothing to that token. Counted in the metrics as dropped_tokens. None: room for the worst case,
+    nothing is dropped. Evaluation drops nothing in either case."""
+    backend: Literal["auto", "hopper", "xla"] = "auto"
+    """What multiplies rows by their experts: our kernels for H100 and H200, in bfloat16, or XLA anywhere. "auto": the first where it fits."""
     router: Literal["float32", "match_hf"] = "float32"
     """Precision of the router's logits. "match_hf": that of the activations, as transformers computes them; bfloat16 logits tie, and ties choose
     experts by chance. The auxiliary loss takes its probabilities in float32 in both cases."""
@@ -46,18 +39,25 @@ class MoEConfig(Section):
     """Weight of the mean of the router's squared logsumexp (arXiv 2202.08906), over layers and tokens; 0.001 is usual."""
 
 
-def choose_exchange(config: MoEConfig) -> str:
-    if config.exchange == "auto":
-        return "allgather" if axis_size("expert") > 1 else "none"
-    return config.exchange
-
-
 def route(logits, experts_per_token: int):
     """logits f32[B, T, E] -> (weights f32[B, T, K], ids i32[B, T, K]): softmax over all experts, the K largest, divided by their sum, as in Mixtral
     (arXiv 2401.04088); equal logits: the lower id."""
     probs = jax.nn.softmax(logits, axis=-1)
     weights, ids = jax.lax.top_k(probs, experts_per_token)
     return weights / jnp.sum(weights, axis=-1, keepdims=True), ids.astype(jnp.int32)
+
+
+def jitter(x, noise, amount: float):
+    """x [B, T, D] times a number from [1 - amount, 1 + amount) for each of its elements, as Mixtral does in training (Switch Transformer, arXiv 2101.03961).
+
+    noise: (key, i32[B] numbers of the rows, i32[B, T] of the places in them): what a token meets does not depend on where it is computed."""
+    if not amount:
+        return x
+    key, rows, places = noise
+    drawn = lambda key: jax.random.uniform(key, x.shape[-1:], jnp.float32, 1 - amount, 1 + amount)
+    of_row = lambda row, places: jax.vmap(lambda place: drawn(jax.random.fold_in(row, place)))(places)
+    factor = jax.vmap(of_row)(jax.vmap(lambda row: jax.random.fold_in(key, row))(rows), places)
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 def statistics(logits, ids, real):
@@ -89,117 +89,82 @@ def auxiliary(seen, counts, num_tokens, form: str):
 
 
 def report(seen, num_tokens, per_token: int):
-    """What is shown of a step's experts: f32[] each. imbalance: the fullest expert's share over the mean, in the worst layer; idle: experts, of all
-    layers, without a token; entropy: of the router, mean over layers and tokens, in nats; dropped_tokens: 0, by construction."""
+    """What is shown of a step's experts, f32. expert_load [E]: each expert's share of all assignments, mean over layers. imbalance: the fullest expert's share
+    over the mean, in the worst layer; idle: experts, of all layers, without a token; entropy: of the router, mean over layers and tokens, in nats;
+    dropped_tokens: assignments of a token to an expert that found no room, of all layers (0 without moe.buffer_factor), and dropped_share of all."""
     share = seen["counts"] / (num_tokens * per_token)
+    dropped = jnp.sum(seen["dropped"])
     return {
+        "expert_load": jnp.mean(share, axis=0),
         "imbalance": jnp.max(share) * share.shape[1],
         "idle": jnp.sum(share == 0).astype(jnp.float32),
         "entropy": jnp.mean(seen["entropy"]) / num_tokens,
-        "dropped_tokens": jnp.zeros(()),
+        "dropped_tokens": dropped,
+        "dropped_share": dropped / (num_tokens * per_token * share.shape[0]),
     }
 
 
-def dispatch(x, ids, real, num_experts: int, exchange: str):
-    """x [B, T, D], ids i32[B, T, K], real bool[B, T] -> (rows [devices, R, D] sorted by expert, sizes i32[devices, experts held], slots
-    i32[devices, N, K]: the row of each assignment of the N tokens that the device sees, R where it is not here)."""
-    local = functools.partial(_dispatch, num_experts=num_experts, exchange=exchange)
-    specs = (_TOKENS, _TOKENS, P(*_TOKENS[:2]))
-    return jax.shard_map(local, in_specs=specs, out_specs=(_ROWS,) * 3, check_vma=False)(x, ids, real)
+def choose_exchange(config: MoEConfig, model, num_tokens: int, training: bool = True) -> tuple[Exchange, str]:
+    """(the exchange, why) of a layer of `model` for `num_tokens` tokens, of all devices together, on the current mesh.
 
-
-def combine(rows, weights, slots, exchange: str, dtype):
-    """rows [devices, R, D], weights f32[B, T, K] -> [B, T, D] in `dtype`: each token's weighted sum over its experts, float32 until the end."""
-    local = functools.partial(_combine, exchange=exchange, dtype=dtype)
-    return jax.shard_map(local, in_specs=(_ROWS, _TOKENS, _ROWS), out_specs=_TOKENS, check_vma=False)(
-        rows, weights, slots
-    )
-
-
-def _everywhere(x, exchange):
-    """The tokens [N, ...] that this device sees, from its own [B, T, ...]."""
-    x = x.reshape(-1, *x.shape[2:])
-    return jax.lax.all_gather(x, "expert", tiled=True) if exchange == "allgather" and axis_size("expert") > 1 else x
-
-
-def _dispatch(x, ids, real, *, num_experts, exchange):
-    held = num_experts // (axis_size("expert") if exchange == "allgather" else 1)
-    ids = jnp.where(real[..., None], ids, num_experts)  # padding: an expert that nobody has
-    x, ids = (_everywhere(a, exchange) for a in (x, ids))
-    first = jax.lax.axis_index("expert") * held if exchange == "allgather" else 0
-    num_tokens, per_token = ids.shape
-    num_rows = num_tokens * min(per_token, held)
-    flat = ids.reshape(-1) - first
-    flat = jnp.where((flat >= 0) & (flat < held), flat, held)
-    chosen = flat[:, None] == jax.lax.broadcasted_iota(jnp.int32, (1, held), 1)
-    seen = jnp.cumsum(chosen.astype(jnp.int32), axis=0)  # counting sort, stable
-    sizes = seen[-1]
-    place = jnp.sum(jnp.where(chosen, seen - 1 + (jnp.cumsum(sizes) - sizes)[None], 0), axis=1)
-    slots = jnp.where(flat < held, place, num_rows).reshape(ids.shape)
-    sources = jnp.argsort(flat, stable=True)[:num_rows] // per_token
-    sources = jnp.where(jnp.arange(num_rows) < jnp.sum(sizes), sources, num_tokens)  # rows that nobody fills
-    return _take(x, sources, slots)[None], sizes[None], slots[None]
-
-
-def _combine(rows, weights, slots, *, exchange, dtype):
-    rows, slots, local = rows[0], slots[0], weights.shape
-    weights = _everywhere(weights, exchange)
-    out = _weighted(rows, weights, slots)
-    if exchange == "allgather" and axis_size("expert") > 1:
-        out = jax.lax.psum_scatter(out, "expert", scatter_dimension=0, tiled=True)
-    return out.astype(dtype).reshape(*local[:2], -1)
-
-
-def _row(x, index):
-    """x[index], zeros where index is x's length."""
-    inside = index < x.shape[0]
-    found = jnp.take(x, jnp.minimum(index, x.shape[0] - 1), axis=0)
-    return jnp.where(inside[..., None], found, jnp.zeros((), x.dtype))
-
-
-@jax.custom_vjp
-def _take(x, sources, slots):
-    """Rows [R, D] of tokens [N, D]; backward the sum over each token's slots, so that neither direction scatters."""
-    return _row(x, sources)
-
-
-def _take_backward(slots, dy):
-    dx = jnp.sum(_row(dy, slots).astype(jnp.float32), axis=1)
-    return dx.astype(dy.dtype), None, None
-
-
-_take.defvjp(lambda x, sources, slots: (_take(x, sources, slots), slots), _take_backward)
-
-
-@jax.custom_vjp
-def _weighted(rows, weights, slots):
-    """f32[N, D]: sum over k of weights[n, k] x rows[slots[n, k]]."""
-    return jnp.sum(weights[..., None] * _row(rows, slots).astype(jnp.float32), axis=1)
-
-
-def _weighted_backward(residuals, dout):
-    rows, weights, slots = residuals
-    num_tokens, per_token = weights.shape
-    # Where each row comes from: the inverse of slots, by a stable sort (the assignments that are not here sort behind all rows).
-    order = jnp.argsort(slots.reshape(-1), stable=True)[: rows.shape[0]]
-    filled = jnp.arange(rows.shape[0]) < jnp.sum(slots < rows.shape[0])
-    weight = jnp.where(filled, weights.reshape(-1)[order], 0.0)
-    drows = jnp.where(filled[:, None], jnp.take(dout, order // per_token, axis=0), 0.0) * weight[:, None]
-    dweights = jnp.sum(_row(rows, slots).astype(jnp.float32) * dout[:, None], axis=-1)
-    return drows.astype(rows.dtype), dweights, None
-
-
-_weighted.defvjp(lambda *a: (_weighted(*a), a), _weighted_backward)
-
-
-def describe(config: MoEConfig, num_experts: int, compute: str) -> str:
-    """One line on what the mixture of experts will do on the current mesh."""
+    "auto" compares what a device moves over the expert axis for one layer and step, P places and N tokens per device, in bytes: for "none" the other places'
+    experts, gathered twice in bfloat16 and their gradients summed in float32, 8 x 3 x experts x hidden x intermediate x (P - 1) / P; for "allgather" the
+    others' tokens, gathered and scattered in both directions, 14 x N x hidden x (P - 1)."""
     places = axis_size("expert")
-    exchange, reason = choose_exchange(config), "asked for" if config.exchange != "auto" else f"mesh.expert = {places}"
-    return f"experts: {num_experts} over {places} places, exchange {exchange} ({reason}), products by {choose_backend(compute)}"
+    bound = config.buffer_factor if training else None
+    make = lambda way: Exchange(way, model.num_local_experts, bound)
+    if config.exchange != "auto":
+        return make(config.exchange), "asked for"
+    if places == 1:
+        return make("none"), "mesh.expert = 1"
+    if config.buffer_factor is not None:
+        return make("alltoall"), "moe.buffer_factor bounds what is sent"
+    experts = 24 * model.num_local_experts * model.hidden_size * model.intermediate_size * (places - 1) // places
+    tokens = 14 * (num_tokens // axis_size(*AXES)) * model.hidden_size * (places - 1)
+    moved = f"{tokens / 2**30:.2g} GiB of tokens per layer and step, {experts / 2**30:.2g} GiB of experts"
+    return make("allgather" if tokens <= experts else "none"), moved
 
 
-def choose_backend(dtype) -> str:
-    """What multiplies rows by their experts on the current mesh's devices: "hopper" in bfloat16 on H100 and H200, else "xla"."""
-    hopper = attention.is_hopper(attention.device_kind()) and jnp.dtype(dtype) == jnp.bfloat16
-    return "hopper" if hopper else "xla"
+def describe(config: MoEConfig, model, num_tokens: int, compute: str) -> str:
+    """One line on what the mixture of experts will do on the current mesh, for `num_tokens` tokens of a microbatch; UserError where it cannot be done."""
+    how, reason = choose_exchange(config, model, num_tokens)
+    text = f"experts: {how.num_experts} over {axis_size('expert')} places, exchange {how.way} ({reason}), products by {choose_backend(config, compute)}"
+    if config.buffer_factor is None:
+        return text
+    if how.everywhere:
+        return f"{text}; moe.buffer_factor bounds nothing here, for nothing is received"
+    return f"{text}; moe.buffer_factor = {config.buffer_factor:g}: what does not fit is dropped, and counted as dropped_tokens"
+
+
+def check(config: MoEConfig, model, places: int) -> list[str]:
+    """What contradicts itself in this section, the model and the size of mesh.expert (-1: not known yet), wherever it runs."""
+    conflicts, num_experts = [], model.num_local_experts
+    if config.exchange == "none" and config.buffer_factor is not None:
+        conflicts.append(
+            f'moe.buffer_factor: {config.buffer_factor:g} bounds what a device receives, and with moe.exchange = "none" it receives nothing; remove one of them'
+        )
+    if places > 1 and not num_experts:
+        conflicts.append(f"mesh.expert: {places} places for experts, of which a {model.family} has none; use mesh.data")
+    elif places > 1 and num_experts % places:
+        legal = ", ".join(str(n) for n in range(1, num_experts + 1) if num_experts % n == 0)
+        conflicts.append(
+            f"mesh.expert: {places} places do not divide model.num_local_experts = {num_experts}; legal: {legal}"
+        )
+    return conflicts
+
+
+def choose_backend(config: MoEConfig, dtype) -> str:
+    """What multiplies rows by their experts on the current mesh's devices. UserError where what is asked for does not fit."""
+    kind = attention.device_kind()
+    fits = {"xla": True, "hopper": attention.is_hopper(kind) and jnp.dtype(dtype) == jnp.bfloat16}
+    if config.exchange == "ragged" and not kind.startswith("NVIDIA"):
+        raise UserError(
+            f'moe.exchange: "ragged" needs GPUs, XLA has no ragged-all-to-all for {kind!r}; "alltoall" sends the same, padded'
+        )
+    if config.backend == "auto":
+        return "hopper" if fits["hopper"] else "xla"
+    if not fits[config.backend]:
+        raise UserError(
+            f'moe.backend: "hopper" needs H100 or H200 and precision.compute = "bfloat16", got {kind!r} and "{jnp.dtype(dtype).name}"; choose "auto" or "xla"'
+        )
+    return config.backend

@@ -8,6 +8,7 @@ CUDA context and library workspaces, for which RESERVE is set aside.
 import argparse
 import contextlib
 import json
+import math
 import os
 import pathlib
 import re
@@ -19,6 +20,8 @@ from jaxllm.section import UserError
 
 TARGETS = {"h100": "h100_sxm.txtpb", "h200": "h200.txtpb"}
 KERNELS = ("mosaic_gpu_v2", "triton_kernel_call")  # custom calls that are kernels of ours
+# How many products of queries with keys each kernel makes.
+ATTENTION_PRODUCTS = {"attention_forward": 2, "attention_dq": 3, "attention_dkv": 4}
 RESERVE_GIB = 6.0  # NCCL buffers, CUDA context, cuBLAS workspaces: an allowance, not a measurement
 OPTIONS = {
     "xla_gpu_enable_triton_gemm": False
@@ -124,23 +127,58 @@ WARNINGS = {
 }
 
 
+def kernel_flops(kernels, cfg) -> float | None:
+    """FLOPs of our kernels (`hlo.Kernel`s) per execution and device on the current mesh; None if one is not known by name (Triton's are not).
+
+    What a call computes depends on its data, so this is what `cfg` means by it: a row is one document, of whose keys a query sees those before it and
+    inside its window (half of them, without a window), and experts have equal rows, sum(group_sizes) = tokens x experts of each. Products that a kernel
+    makes again (the scores, in both backward kernels) count."""
+    from jaxllm import attention
+    from jaxllm.sharding import AXES, axis_size
+
+    seq_len, model = cfg.data.seq_len, cfg.model
+    window = min(model.sliding_window or seq_len, seq_len)
+    keys = (window - window**2 / (2 * seq_len)) / attention.calls_per_pass(cfg.attention, model, seq_len)
+    tokens = cfg.data.global_batch_size * seq_len / axis_size(*AXES) / cfg.optimizer.num_microbatches
+    total = 0.0
+    for kernel in kernels:
+        if kernel.target not in KERNELS:
+            continue
+        if kernel.name in ATTENTION_PRODUCTS:
+            queries = max(math.prod(dims) for _, dims in kernel.operands if len(dims) == 4)  # B x T x H x D
+            flops = ATTENTION_PRODUCTS[kernel.name] * 2 * queries * keys
+        elif kernel.name.startswith("grouped_"):
+            arrays = kernel.results if kernel.name == "grouped_wgrad" else kernel.operands
+            weight = next(dims[-2] * dims[-1] for _, dims in arrays if len(dims) == 3)  # of one expert
+            flops = 2 * tokens * model.num_experts_per_tok * weight
+        else:
+            return None
+        total += flops * kernel.times
+    return total
+
+
 def report(cfg, on: str) -> dict:
     """The facts of the compiled step as a dict: what `--json` prints."""
     import jax
     import numpy as np
 
-    from jaxllm import attention, config, hardware, hlo, sharding
+    from jaxllm import attention, config, hardware, hlo, moe, sharding
 
     name, hosts, count = parse_devices(on)
     config.check(cfg, hosts * count)
     with jax.set_mesh(sharding.make_mesh(cfg.mesh, devices(on))):
         described = attention.describe(cfg.attention, cfg.model, cfg.precision.compute, cfg.data.seq_len)
-    compiled, state, seconds, lines = compile_step(cfg, on)
-    memory, program = compiled.memory_analysis(), hlo.read(compiled.as_text())
+        tokens = cfg.data.global_batch_size // cfg.optimizer.num_microbatches * cfg.data.seq_len
+        experts = (
+            moe.describe(cfg.moe, cfg.model, tokens, cfg.precision.compute) if cfg.model.num_local_experts else None
+        )
+        compiled, state, seconds, lines = compile_step(cfg, on)
+        memory, program = compiled.memory_analysis(), hlo.read(compiled.as_text())
+        in_kernels = kernel_flops(program.kernels, cfg)
     gib = lambda n: round(float(n) / 2**30, 3)
-    at_rest = lambda tree: sum(
-        np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
-    )
+    bytes_of = lambda x: np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    on_host = lambda x: x.sharding.memory_kind == "pinned_host"
+    at_rest = lambda tree, host=False: sum(bytes_of(x) for x in jax.tree.leaves(tree) if on_host(x) == host)
     need = (
         memory.argument_size_in_bytes
         + memory.temp_size_in_bytes
@@ -164,6 +202,7 @@ def report(cfg, on: str) -> dict:
         "devices": hosts * count,
         "evidence": "compiled, not measured",
         "attention": described,
+        "experts": experts,
         "fits": gib(need) + RESERVE_GIB <= capacity,
         "memory_gib": {
             "weights": gib(at_rest(state.params)),
@@ -171,10 +210,12 @@ def report(cfg, on: str) -> dict:
             "temporaries": gib(memory.temp_size_in_bytes),
             "need": gib(need),
             "reserve": RESERVE_GIB,
-            "host": gib(memory.host_temp_size_in_bytes),
+            # Moments that rest there are read and written in one program: the old and the new ones exist at once.
+            "host": gib(memory.host_temp_size_in_bytes + 2 * at_rest(state.opt_state, host=True)),
             "device": capacity,
         },
         "flops_per_step_per_device": program.flops,
+        "kernel_flops_per_step_per_device": in_kernels,
         "collectives": [
             {"kind": c.kind, "dtype": c.dtype, "bytes": c.bytes, "times": c.times, "asynchronous": c.asynchronous}
             for c in sorted(program.collectives, key=lambda c: -c.bytes * c.times)
@@ -190,16 +231,18 @@ def page(facts: dict) -> str:
     memory = facts["memory_gib"]
     lines = [
         facts["attention"],
+        *([facts["experts"]] if facts["experts"] else []),
         f"{facts['devices']} x {facts['device']} ({facts['evidence']}), compiled in {facts['compile_s']} s",
         f"memory per GPU: need {memory['need']:.1f} GiB = weights {memory['weights']:.1f} + optimizer {memory['optimizer']:.1f} + temporaries "
         f"{memory['temporaries']:.1f}; with {memory['reserve']:.0f} GiB in reserve it {'fits' if facts['fits'] else 'does NOT fit'} in {memory['device']:.1f}",
     ]
     if memory["host"]:
-        lines.append(f"host memory per GPU: {memory['host']:.1f} GiB of offloaded activations")
+        lines.append(f"host memory per GPU: {memory['host']:.1f} GiB of offloaded activations and moments")
     kernels = sum(facts["custom_calls"].get(target, 0) for target in KERNELS)
+    inside = facts["kernel_flops_per_step_per_device"]
+    work = "whose work is not counted" if inside is None else f"{inside / 1e12:.1f} TFLOP if rows are whole documents"
     lines.append(
-        f"matrix products per GPU and step: {facts['flops_per_step_per_device'] / 1e12:.1f} TFLOP, and {kernels} calls of our kernels, "
-        "whose work is not counted"
+        f"matrix products per GPU and step: {facts['flops_per_step_per_device'] / 1e12:.1f} TFLOP, and {kernels} calls of our kernels, {work}"
     )
     totals = {}
     for c in facts["collectives"]:

@@ -12,13 +12,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from jaxllm import sharding
+from jaxllm import optim, sharding
 from jaxllm.attention import AttentionConfig
 from jaxllm.linear import PrecisionConfig
 from jaxllm.models import FAMILIES
 from jaxllm.models.decoder import Decoder, ModelConfig
 from jaxllm.moe import MoEConfig
+from jaxllm.section import UserError
 
 _NO_MOE = MoEConfig()  # what dense models do not read
 
@@ -68,11 +71,13 @@ def initialise(
     seed: int,
     moe: MoEConfig = _NO_MOE,
 ) -> dict:
-    """New random parameters, created where they rest; the same values on every mesh."""
+    """New random parameters, created where they rest; the same values on every mesh, drawn in float32 whatever they are kept in."""
+    drawn = precision.model_copy(update={"param": "float32"})
 
     def make(seed):
-        variables = _build(model, precision, attention, moe, seed)[1]
-        return {"/".join(map(str, path)): variable.get_value() for path, variable in variables.items()}
+        variables = _build(model, drawn, attention, moe, seed)[1]
+        values = {"/".join(map(str, path)): variable.get_value() for path, variable in variables.items()}
+        return {path: value.astype(abstract[path].dtype) for path, value in values.items()}
 
     make = jax.jit(make, out_shardings={path: leaf.sharding for path, leaf in abstract.items()})
     return make(seed)
@@ -83,18 +88,47 @@ def merge(graphdef, params: dict) -> Decoder:
     return nnx.merge(graphdef, nnx.from_flat_state({tuple(path.split("/")): value for path, value in params.items()}))
 
 
-def abstract_opt_state(optimizer, params: dict):
-    """The optimizer's state as ShapeDtypeStructs: a moment rests like its parameter (its last key is the parameter's path), a counter is
-    replicated."""
+def abstract_opt_state(config: optim.OptimizerConfig, params: dict):
+    """The optimizer's state as ShapeDtypeStructs: a moment rests like its parameter, in the memory that the config names, and blocks' scales like the
+    blocks; a counter is replicated. UserError where the devices have no such memory."""
     mesh = jax.sharding.get_mesh()
+    # A spec names the axes that may split a dim also where this mesh has one place on them, so the layout is that of any mesh.
+    specs = {path: (*p.sharding.spec, *(None,) * (p.ndim - len(p.sharding.spec))) for path, p in params.items()}
+    layered = lambda path, dim: path.startswith("layers/") and dim == 0
+    whole = {path: [axes is None and not layered(path, i) for i, axes in enumerate(s)] for path, s in specs.items()}
+    kind = {"device": None, "host": "pinned_host"}[config.moments_memory]
+    found = [memory.kind for memory in mesh.devices.flat[0].addressable_memories()]
+    if kind and found and kind not in found:  # devices that are described and not here list none
+        raise UserError(
+            f'optimizer.moments_memory: "host" needs devices with the memory "{kind}", and these have {", ".join(found)}; set it to "device"'
+        )
 
     def place(path, leaf):
-        key = getattr(path[-1], "key", None) if path else None
-        like = params.get(key) if isinstance(key, str) else None
-        placed = like.sharding if like is not None and like.shape == leaf.shape else sharding.replicated(mesh)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed)
+        if isinstance(leaf, optim.Blocks):
+            spec, (first, end) = specs[path[-1].key], leaf.run
+            scales = P(*spec[:first], None, *spec[end + len(spec) :])
+            return optim.Blocks(placed(leaf.codes, P(*spec)), placed(leaf.scales, scales), leaf.run)
+        key = getattr(path[-1], "key", None)
+        if key is None:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding.replicated(mesh))
+        return placed(leaf, P(*specs[key]))
 
-    return jax.tree_util.tree_map_with_path(place, jax.eval_shape(optimizer.init, params))
+    placed = lambda leaf, spec: jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec, memory_kind=kind)
+    )
+    zeros = jax.eval_shape(lambda: optim.init(config, params, whole))
+    return jax.tree_util.tree_map_with_path(place, zeros, is_leaf=lambda x: isinstance(x, optim.Blocks))
+
+
+def zeros(abstract):
+    """Arrays of zeros like these ShapeDtypeStructs, made where they rest."""
+    made = lambda tree: jax.jit(
+        lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree),
+        out_shardings=jax.tree.map(lambda leaf: leaf.sharding, tree),
+    )()
+    if all(leaf.sharding.memory_kind in (None, "device") for leaf in jax.tree.leaves(abstract)):
+        return made(abstract)
+    return jax.tree.map(made, abstract)  # one by one: each passes through the device
 
 
 def abstract_step():

@@ -5,11 +5,11 @@ tokens of the whole step. So neither accumulation nor padding nor the mesh chang
 finite, or which trains no token, leaves parameters and optimizer as they were and says so in its metrics.
 """
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxllm import checkpoint, hf, moe, optim
 from jaxllm import state as states
@@ -18,14 +18,14 @@ from jaxllm.hub import resolve_model_path
 from jaxllm.linear import gather
 from jaxllm.loss import HEAD_NAMES, cross_entropy
 from jaxllm.models import FAMILIES
-from jaxllm.sharding import BATCH, axis_size
+from jaxllm.sharding import BATCH, axis_size, replicated
 from jaxllm.state import TrainState
 
 
 def abstract_state(cfg: Config):
     """(graphdef, TrainState of ShapeDtypeStructs with shardings) on the current mesh: what `init_state` makes, without making it."""
     graphdef, params = states.declare(cfg.model, cfg.precision, cfg.attention, cfg.moe)
-    opt_state = states.abstract_opt_state(optim.make_optimizer(cfg.optimizer), params)
+    opt_state = states.abstract_opt_state(cfg.optimizer, params)
     return graphdef, TrainState(step=states.abstract_step(), params=params, frozen={}, fp8={}, opt_state=opt_state)
 
 
@@ -45,22 +45,30 @@ def init_state(cfg: Config):
 
 def start(cfg: Config, abstract: TrainState, params: dict) -> TrainState:
     """A TrainState at step 0 around these parameters."""
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.opt_state)
-    opt_state = jax.jit(optim.make_optimizer(cfg.optimizer).init, out_shardings=shardings)(params)
+    opt_state = states.zeros(abstract.opt_state)
     step = jax.device_put(jnp.zeros((), jnp.int32), abstract.step.sharding)
     return TrainState(step=step, params=params, frozen={}, fp8={}, opt_state=opt_state)
 
 
-def _hidden(graphdef, params, rows):
-    """(final hidden states, what the layers record, head) of one microbatch."""
+def _hidden(graphdef, params, rows, noise=None):
+    """(final hidden states, what the layers record, head) of one microbatch. noise: see `_noise`; None in evaluation."""
     model = states.merge(graphdef, params)
-    hidden, seen = model(rows.tokens, rows.positions, rows.k_start, rows.k_end, rows.layout, rows.row_length)
+    hidden, seen = model(rows.tokens, rows.positions, rows.k_start, rows.k_end, rows.layout, rows.row_length, noise)
     return hidden, seen, model.head
 
 
-def _sums(graphdef, params, rows, cfg: Config, step=None):
-    """(total, parts) of one microbatch, undivided; `total` is what is differentiated. step: see `_whole_step`; None leaves the router's losses out."""
-    hidden, seen, head = _hidden(graphdef, params, rows)
+def _noise(batch, cfg: Config, number):
+    """(random key of step `number`, i32[M, B]: each row's number in the batch, whatever the mesh and the microbatches, so that random numbers drawn for
+    its tokens are the same on all)."""
+    shape = batch.tokens.shape[:2]
+    rows = jnp.arange(shape[0] * shape[1], dtype=jnp.int32).reshape(shape)
+    return jax.random.fold_in(jax.random.key(cfg.seed), number), rows
+
+
+def _sums(graphdef, params, rows, cfg: Config, step=None, noise=None):
+    """(total, parts) of one microbatch, undivided; `total` is what is differentiated. step: see `_whole_step`; None leaves the router's losses out.
+    noise: see `_noise`."""
+    hidden, seen, head = _hidden(graphdef, params, rows, noise)
     with jax.named_scope("loss"):
         total, loss_sum, z_sum = cross_entropy(
             hidden,
@@ -81,7 +89,7 @@ def _sums(graphdef, params, rows, cfg: Config, step=None):
     return total, parts
 
 
-def _whole_step(graphdef, params, batch, cfg: Config):
+def _whole_step(graphdef, params, batch, cfg: Config, noise):
     """What the router's losses need of all microbatches before one is differentiated: (trained tokens, real tokens, assignments f32[layers, E] of each
     expert or None where there is one microbatch, whose own they are). Several cost one more forward pass: the shares of experts multiply the
     gradient, so losses of the parts, each with shares of its own, would not add up to the step's."""
@@ -89,26 +97,43 @@ def _whole_step(graphdef, params, batch, cfg: Config):
     real = jnp.maximum(jnp.sum(batch.k_end > batch.k_start).astype(jnp.float32), 1.0)
     if batch.tokens.shape[0] == 1 or not cfg.model.router_aux_loss_coef:
         return trained, real, None
-    counted = lambda total, rows: (total + _hidden(graphdef, params, rows)[1]["counts"], None)
+    key, numbers = noise
+
+    def counted(total, microbatch):
+        rows, numbers = microbatch
+        return total + _hidden(graphdef, params, rows, (key, numbers))[1]["counts"], None
+
     zeros = jnp.zeros((cfg.model.num_hidden_layers, cfg.model.num_local_experts))
-    return trained, real, jax.lax.scan(counted, zeros, batch)[0]
+    return trained, real, jax.lax.scan(counted, zeros, (batch, numbers))[0]
 
 
-def gradients(graphdef, params: dict, batch, cfg: Config):
-    """(gradients of the summed loss {path: f32}, parts) over all microbatches of `batch`, undivided."""
-    whole = _whole_step(graphdef, params, batch, cfg) if cfg.model.num_local_experts else None
-    one = jax.value_and_grad(lambda p, rows: _sums(graphdef, p, rows, cfg, whole), has_aux=True)
+def gradients(graphdef, params: dict, batch, cfg: Config, number=0):
+    """(gradients of the summed loss {path: array}, parts) over all microbatches of `batch`, undivided; of one microbatch in the parameters' dtype, of several
+    summed in float32. number: of the step, for its random numbers."""
+    whole, key, numbers = None, None, None
+    if cfg.model.num_local_experts:
+        key, numbers = noise = _noise(batch, cfg, number)
+        whole = _whole_step(graphdef, params, batch, cfg, noise)
+
+    def total(params, microbatch):
+        rows, numbers = microbatch
+        return _sums(graphdef, params, rows, cfg, whole, None if key is None else (key, numbers))
+
+    one, microbatches = jax.value_and_grad(total, has_aux=True), (batch, numbers)
+    first = jax.tree.map(lambda x: x[0], microbatches)
     if batch.tokens.shape[0] == 1:  # no accumulator
-        (_, parts), grads = one(params, jax.tree.map(lambda x: x[0], batch))
+        (_, parts), grads = one(params, first)
         return grads, parts
 
-    def microbatch(carry, rows):
-        (_, parts), grads = one(params, rows)
+    def accumulate(carry, microbatch):
+        (_, parts), grads = one(params, microbatch)
+        grads = jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
         return jax.tree.map(jnp.add, carry, (grads, parts)), None
 
-    shapes = jax.eval_shape(one, params, jax.tree.map(lambda x: x[0], batch))[0][1]
+    shapes = jax.eval_shape(one, params, first)[0][1]
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    carry, _ = jax.lax.scan(microbatch, (jax.tree.map(jnp.zeros_like, params), zeros), batch)
+    sums = jax.tree.map(lambda param: jnp.zeros_like(param, jnp.float32), params)
+    carry, _ = jax.lax.scan(accumulate, (sums, zeros), microbatches)
     return carry
 
 
@@ -117,22 +142,18 @@ def make_train_step(graphdef, cfg: Config):
 
     metrics (device scalars): loss (mean over trained tokens, without z-loss), z_loss, grad_norm (before clipping), learning_rate, tokens
     (trained), bad (the step was left out). With experts also aux_loss and router_z_loss (unweighted), and those of `moe.report`."""
-    optimizer = optim.make_optimizer(cfg.optimizer)
     schedule = optim.learning_rate(cfg.optimizer, cfg.steps)
 
-    def train_step(state: TrainState, batch):
-        sums, parts = gradients(graphdef, state.params, batch, cfg)
+    def differentiate(state: TrainState, batch):
+        """(summed gradients, how to descend them, metrics)."""
+        sums, parts = gradients(graphdef, state.params, batch, cfg, state.step)
         tokens = jnp.sum(batch.loss_weights)
         share = 1.0 / jnp.maximum(tokens, 1e-6)
         loss, z_loss = parts["loss_sum"] * share, cfg.loss.z_loss * parts["z_sum"] * share
+        rate = schedule(state.step + 1)
         with jax.named_scope("optimizer"):
-            grads, norm = optim.clip(jax.tree.map(lambda g: g * share, sums), cfg.optimizer.max_grad_norm)
-            rate = schedule(state.step + 1)
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-            params = optax.apply_updates(state.params, jax.tree.map(lambda u: -rate * u, updates))
+            norm, factor = optim.norm_and_factor(sums, share, cfg.optimizer.max_grad_norm)
         good = jnp.isfinite(loss + z_loss) & jnp.isfinite(norm) & (tokens > 0)
-        keep = lambda new, old: jnp.where(good, new, old)
-        params, opt_state = jax.tree.map(keep, (params, opt_state), (state.params, state.opt_state))
         metrics = {
             "loss": loss,
             "z_loss": z_loss,
@@ -147,9 +168,82 @@ def make_train_step(graphdef, cfg: Config):
             balance, z = moe.auxiliary(parts["seen"], parts["seen"]["counts"], num_tokens, cfg.moe.aux_loss)
             metrics |= {"aux_loss": balance, "router_z_loss": z}
             metrics |= moe.report(parts["seen"], num_tokens, cfg.model.num_experts_per_tok)
-        return TrainState(state.step + 1, params, state.frozen, state.fp8, opt_state), metrics
+        return sums, {"rate": rate, "factor": factor, "keep": good}, metrics
+
+    def descend(state: TrainState, sums, how):
+        with jax.named_scope("optimizer"):
+            params, opt_state = optim.update(
+                cfg.optimizer, state.params, sums, state.opt_state, seed=cfg.seed, step=state.step, **how
+            )
+        return TrainState(state.step + 1, params, state.frozen, state.fp8, opt_state)
+
+    if cfg.optimizer.moments_memory == "host":
+        return _InTwo(differentiate, descend)
+
+    def train_step(state: TrainState, batch):
+        sums, how, metrics = differentiate(state, batch)
+        return descend(state, sums, how), metrics
 
     return jax.jit(train_step, donate_argnums=0)
+
+
+class _InTwo:
+    """A training step in two programs, with what of a jitted function is used of one. XLA counts arguments in host memory against the device's, and so stops
+    overlapping communication long before the device is full: what communicates must not get to see them."""
+
+    def __init__(self, differentiate, descend):
+        self._functions, self._compiled = (differentiate, descend), None
+
+    def trace(self, state: TrainState, batch) -> "_Two":
+        mesh, differentiate, descend = jax.sharding.get_mesh(), *self._functions
+        at_rest = {path: param.sharding for path, param in state.params.items()}
+        out = (at_rest, replicated(mesh), replicated(mesh))
+        # XLA's scheduler counts a program's results twice against its limit, here all gradients; without more slack it overlaps nothing (compiled).
+        options = {"xla_gpu_memory_limit_slop_factor": 160} if mesh.devices.flat[0].platform == "gpu" else None
+        first = jax.jit(differentiate, out_shardings=out, compiler_options=options).trace(_bare(state), batch)
+        placed = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        sums, how, _ = first.out_info
+        sums = {path: placed(leaf, at_rest[path]) for path, leaf in sums.items()}
+        how = jax.tree.map(lambda leaf: placed(leaf, replicated(mesh)), how)
+        return _Two(first, jax.jit(descend, donate_argnums=0).trace(state, sums, how))
+
+    def lower(self, state: TrainState, batch) -> "_Two":
+        return self.trace(state, batch).lower()
+
+    def __call__(self, state: TrainState, batch):
+        if self._compiled is None:
+            self._compiled = self.lower(state, batch).compile()
+        return self._compiled(state, batch)
+
+
+class _Two:
+    """Both programs, traced, lowered or compiled."""
+
+    def __init__(self, first, second):
+        self.programs = first, second
+
+    def lower(self, **how) -> "_Two":
+        return _Two(*(program.lower(**how) for program in self.programs))
+
+    def compile(self, *how) -> "_Two":
+        return _Two(*(program.compile(*how) for program in self.programs))
+
+    def __call__(self, state: TrainState, batch):
+        sums, how, metrics = self.programs[0](_bare(state), batch)
+        return self.programs[1](state, sums, how), metrics
+
+    def as_text(self) -> str:
+        """Of the first program, which multiplies and communicates; the second only updates."""
+        return self.programs[0].as_text()
+
+    def memory_analysis(self):
+        """Of the first program. The second has parameters and gradients, and one layer's moments where the first has activations; XLA reports its arguments
+        in host memory as the device's."""
+        return self.programs[0].memory_analysis()
+
+
+def _bare(state: TrainState) -> TrainState:
+    return dataclasses.replace(state, opt_state=())
 
 
 def make_eval_step(graphdef, cfg: Config):
@@ -174,7 +268,7 @@ def logits(graphdef, state: TrainState, tokens):
     tokens = jnp.pad(tokens, [(0, -B % axis_size(*BATCH)), (0, -T % axis_size("sequence"))])
     index = jnp.broadcast_to(jnp.expand_dims(jnp.arange(tokens.shape[1], dtype=jnp.int32), 0), tokens.shape)
     model = states.merge(graphdef, state.params)
-    hidden, _ = model(tokens, index, jnp.zeros_like(index), index + 1)
+    hidden, _ = model(tokens, index, jnp.zeros_like(index), index + 1, row_length=T)
     head = gather(model.head, HEAD_NAMES, hidden.dtype)
     dims = (((2,), (1,)), ((), ()))
     return jax.lax.dot_general(hidden, head, dims, preferred_element_type=jnp.float32)[:B, :T]

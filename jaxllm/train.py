@@ -129,7 +129,8 @@ def train(cfg) -> int:
         print(f"mesh: {', '.join(f'{axis} {size}' for axis, size in mesh.shape.items())}", flush=True)
         print(attention.describe(cfg.attention, cfg.model, cfg.precision.compute, cfg.data.seq_len), flush=True)
         if cfg.model.num_local_experts:
-            print(moe.describe(cfg.moe, cfg.model.num_local_experts, cfg.precision.compute), flush=True)
+            tokens = cfg.data.global_batch_size // cfg.optimizer.num_microbatches * cfg.data.seq_len
+            print(moe.describe(cfg.moe, cfg.model, tokens, cfg.precision.compute), flush=True)
         graphdef, abstract = step.abstract_state(cfg)
         print(memory_estimate(abstract, device), flush=True)
 
@@ -422,7 +423,8 @@ def memory_estimate(abstract, device) -> str:
     from jaxllm import hardware
 
     def on_device(tree):
-        return sum(np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)) / 2**30
+        leaves = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind != "pinned_host"]
+        return sum(np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves) / 2**30
 
     count = sum(int(np.prod(p.shape)) for p in abstract.params.values())
     known = hardware.of(device.device_kind)
@@ -438,7 +440,8 @@ def out_of_memory_advice(cfg) -> str:
         f"the device is out of memory. Most helpful first: model.remat={'full' if cfg.model.remat != 'full' else 'offload'} (now "
         f"{cfg.model.remat!r}), optimizer.num_microbatches={2 * cfg.optimizer.num_microbatches} (now {cfg.optimizer.num_microbatches}), more "
         f"devices in mesh.data or mesh.sequence (now {cfg.mesh.described()}), loss.chunk_size={max(cfg.loss.chunk_size // 4, 1)} (now "
-        f"{cfg.loss.chunk_size}), optimizer.moments=bfloat16 (now {cfg.optimizer.moments}). python -m jaxllm.plan shows what each needs"
+        f"{cfg.loss.chunk_size}), optimizer.moments=8bit (now {cfg.optimizer.moments}) or optimizer.moments_memory=host. python -m "
+        "jaxllm.plan shows what each needs"
     )
 
 

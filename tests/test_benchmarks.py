@@ -11,7 +11,7 @@ import types
 
 import pytest
 
-from benchmarks import attention, gpu, ring
+from benchmarks import attention, gpu, moe, ring
 
 pytestmark = pytest.mark.version
 
@@ -148,6 +148,42 @@ def test_a_kernel_that_is_wrong_anywhere_fails_the_check(monkeypatch, wrong):
     )
 
 
+WRONG_GROUPED = {
+    "one y off by a tenth": ("forward", lambda y: y.at[70, 1].multiply(1.1).at[71, 1].add(0.5), "forward is"),
+    "a y behind the groups": ("forward", lambda y: y.at[-1].set(1e-6), "forward is not 0 behind"),
+    "NaN behind the groups": ("dgrad", lambda dx: dx.at[-1, 3].set(float("nan")), "dgrad is inf off"),
+    "one tile of dw missing": ("wgrad", lambda dw: dw.at[2, :64, :64].set(0.0), "wgrad is"),
+    "dw rounded to bfloat16": ("wgrad", lambda dw: dw.astype("bfloat16").astype("float32"), "wgrad is"),
+    "a dw without rows": ("wgrad", lambda dw: dw.at[1, 0, 0].set(1e-6), "wgrad is not 0 without"),
+}
+
+
+@pytest.mark.parametrize("wrong", [None, *WRONG_GROUPED])
+def test_a_grouped_product_that_is_wrong_anywhere_fails_the_check(wrong):
+    product, change, found = WRONG_GROUPED.get(wrong, ("forward", lambda got: got, None))
+    usual = gpu.grouped_kernels("xla")
+    run = usual | {product: lambda *arrays: change(usual[product](*arrays))}
+    row = gpu.check_grouped(run, "it", gpu.grouped_inputs(250, 128, 128, 4), (100, 0, 67, 53))
+    assert row["status"] == "passed" if found is None else row["status"].startswith(f"failed: {found}"), row
+
+
+def test_groups_of_the_checks_are_what_they_are_named_for():
+    for R in (512, 4096):
+        filled = gpu.filled(R, 8)
+        for sizes in filled.values():
+            assert len(sizes) == 8 and min(sizes) >= 0 and sum(sizes) <= R
+        assert min(filled["skewed"]) > 0 and any(size % 64 for size in filled["skewed"]) and 0 in filled["some empty"]
+        assert max(filled["all in one"]) == R and sum(filled["all empty"]) == 0 and sum(filled["few rows"]) < R / 4
+    assert len(moe.cases(moe.WHOLE)) == 3
+    for groups in moe.cases(moe.WHOLE):
+        assert (
+            sum(groups.sizes) <= groups.rows == 32768
+            and {groups.K, groups.N} == {4096, 14336}
+            and any(n % 128 for n in groups.sizes)
+        )
+    assert groups.flops == pytest.approx(moe.WHOLE.flops / 3 / 8, rel=1e-3)
+
+
 def test_repetitions_that_differ_in_one_bit_are_counted():
     import jax.numpy as jnp
 
@@ -210,6 +246,42 @@ def test_contenders_that_fail_or_disagree_are_not_timed(monkeypatch):
     assert rows["xla"]["forward_tflops"] is not None and rows["xla"]["both_ratio"] > 0
     late = attention.compare(shape, ("xla",), left=lambda: 1)
     assert [row["status"] for row in late] == ["not run: budget"]
+
+
+def test_grouped_contenders_that_fail_or_disagree_are_not_timed(monkeypatch):
+    import jax.numpy as jnp
+
+    def contender(name, product, sizes):
+        if name == "hopper":
+            return [lambda *_: 1 / 0]
+        if name == "ragged_dot_mgpu":  # one plan that does not fit, and one that does
+            return [lambda *_: 1 / 0, lambda x, w, dy, n: jnp.full((8, 4), 2.0).at[5:].set(jnp.nan)]
+        return [lambda x, w, dy, n: jnp.full((8, 4), 2.5 if name == "xla" else 2.0)]
+
+    monkeypatch.setattr(moe, "contender", contender)
+    monkeypatch.setattr(moe, "missing", lambda name: "left out: not here" if name == "tokamax" else None)
+    monkeypatch.setattr(moe, "PRODUCTS", ("forward",))
+    groups = moe.Groups("it", 8, 4, 4, (2, 3))
+    rows = {row["backend"]: row for row in moe.compare(groups, (*moe.CONTENDERS, "xla"), rounds=1)}
+    assert rows["hopper"]["status"] == "failed: ZeroDivisionError: division by zero" and "ms" not in rows["hopper"]
+    assert rows["xla"]["status"] == "failed: differs by 2.5e-01 from loop" and "ms" not in rows["xla"]
+    assert rows["tokamax"]["status"] == "left out: not here"
+    assert rows["ragged_dot_mgpu"]["status"] == "passed" and rows["ragged_dot_mgpu"]["best_other"] == "loop"
+    assert rows["loop"]["ratio"] > 0 and rows["ragged_dot_mgpu"]["times_the_loop"] > 0
+    late = moe.compare(groups, ("loop",), left=lambda: 1)
+    assert [row["status"] for row in late] == ["not run: budget"]
+
+
+@pytest.mark.parametrize("sizes", [(3, 0, 9), (5,)], ids=str)
+def test_grouped_contenders_of_one_device_compute_the_same(sizes):
+    rows = list(moe.compare(moe.Groups("it", 16, 8, 4, sizes), ("xla", "loop"), rounds=1))
+    assert [row["status"] for row in rows] == ["passed"] * 6 and all(row["difference"] < 0.01 for row in rows[::2])
+
+
+def test_the_layer_agrees_with_transformers_and_is_timed_beside_it():
+    pytest.importorskip("torch")
+    row = moe.beside_transformers(moe.Layer(32, 16, 24, experts=4), threads=1, rounds=1, steps=1)
+    assert row["status"] == "passed" and row["largest_difference"] < 1e-5 and row["cpu_ratio"] > 0 < row["wall_ratio"]
 
 
 def test_the_sweep_tries_each_plan_once_and_leaves_the_tables_as_they_were(monkeypatch):

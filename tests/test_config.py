@@ -18,7 +18,7 @@ from jaxllm.section import UserError
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256, "hidden_size": 64,
     "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 128, "initializer_range": 0.02,
+    "hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 4096, "initializer_range": 0.02,
     "tie_word_embeddings": True, "attention_bias": False, "mlp_bias": False, "bos_token_id": 1, "eos_token_id": [2, 3],
     "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}, "torch_dtype": "bfloat16", "use_cache": True,
 }  # fmt: skip
@@ -180,7 +180,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_numbers_and_the_neares
 
 
 def test_a_mesh_that_does_not_fit_the_devices_is_refused_once_they_are_known():
-    config = load_config(None, "mesh.data=4", "mesh.expert=4", "data.global_batch_size=16")
+    config = load_config(None, "mesh.data=4", "mesh.replica=4", "data.global_batch_size=16")
     with pytest.raises(UserError, match=r"(?s)mesh.*\b16\b.*\b8\b.*mesh\.data"):
         check(config, num_devices=8)
     check(config, num_devices=16)
@@ -188,6 +188,39 @@ def test_a_mesh_that_does_not_fit_the_devices_is_refused_once_they_are_known():
     check(filled, num_devices=4)
     with pytest.raises(UserError, match=r"12 must be a multiple of .*mesh.data 8.*8 or 16"):
         check(filled, num_devices=8)
+
+
+SCALED = {  # rope_parameters beside max_position_embeddings = 4096, and the longest row that they are meant for
+    "default": ("{rope_type='default', rope_theta=1e4}", 4096),
+    "linear": ("{rope_type='linear', rope_theta=1e4, factor=4.0}", 16384),
+    "dynamic": ("{rope_type='dynamic', rope_theta=1e4, factor=2.0}", 8192),
+    "yarn": ("{rope_type='yarn', rope_theta=1e4, factor=4.0, original_max_position_embeddings=4096}", 16384),
+    "llama3": (
+        "{rope_type='llama3', rope_theta=1e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=256}",
+        4096,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_a_row_longer_than_the_model_is_meant_for_is_refused_unless_its_rope_is_scaled_for_it(kind, llama_folder):
+    rope, longest = SCALED[kind]
+    # A model from a folder and one of one's own.
+    for model in ([f"model.path={llama_folder}"], ["model.max_position_embeddings=4096"]):
+        asked = [*model, f"model.rope_parameters={rope}"]
+        assert load_config(None, *asked, f"data.seq_len={longest}").data.seq_len == longest
+        message = refusal(*asked, f"data.seq_len={longest + 1}")
+        assert message.startswith(
+            f"data.seq_len: {longest + 1} tokens are more than model.max_position_embeddings = 4096"
+        )
+        assert (f"stretched to {longest}" in message) == (longest > 4096) and "model.rope_parameters" in message
+
+
+def test_a_sample_longer_than_the_model_is_meant_for_is_refused():
+    asked = ["model.max_position_embeddings=64", "data.seq_len=64", "evaluation.prompt=x"]
+    load_config(None, *asked, "evaluation.prompt_tokens=63")
+    message = refusal(*asked, "evaluation.prompt_tokens=64")
+    assert message.startswith("evaluation.prompt_tokens and a prompt: 65 tokens") and "= 64" in message
 
 
 def test_evaluation_batches_must_divide_too_when_there_is_an_evaluation():
@@ -276,9 +309,9 @@ def test_a_field_that_contradicts_the_folder_is_refused_with_both_values(llama_f
     assert "model.num_hidden_layers: 3" in message and f"{path}:4" in message and "vocab_size" not in message
     # what makes contexts longer may be changed, one entry or all
     config = load_config(
-        None, f"model.path={llama_folder}", "model.max_position_embeddings=512", "model.rope_parameters.rope_theta=1e6"
+        None, f"model.path={llama_folder}", "model.max_position_embeddings=8192", "model.rope_parameters.rope_theta=1e6"
     )
-    assert config.model.max_position_embeddings == 512
+    assert config.model.max_position_embeddings == 8192
     assert config.model.rope_parameters == {"rope_type": "default", "rope_theta": 1e6}
 
 
@@ -431,3 +464,10 @@ def test_a_new_learning_rate_or_schedule_at_a_resume_is_allowed_and_shown_first(
         "optimizer.learning_rate", "optimizer.schedule", "optimizer.decay_steps",
     ]  # fmt: skip
     assert {line.split(":")[0] for line in shown[3:]} == {"steps", "output_dir"}
+
+
+def test_rows_are_no_longer_than_a_short_model_is_meant_for_where_nobody_says():
+    config = load_config(None, "model.max_position_embeddings=256")
+    assert config.data.seq_len == 256 and "less than the usual 2048" in config._sources["data", "seq_len"]
+    assert load_config(None, "model.max_position_embeddings=4096").data.seq_len == 2048
+    assert "data.seq_len: 2048 tokens" in refusal("model.max_position_embeddings=256", "data.seq_len=2048")

@@ -11,13 +11,12 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 FLOORS = [
     {"section"},
     {"sharding", "hardware", "hlo", "hub"},
-    {"linear", "attention"},
+    {"linear", "attention", "exchange", "optim"},
     {"layers", "moe"},
     {"models", "models.decoder", "models.llama", "models.mixtral"},
     {
         "state",
         "loss",
-        "optim",
         "data",
         "data.formats",
         "data.sources",

@@ -81,6 +81,28 @@ def test_numbers_that_are_not_finite_leave_valid_json(tmp_path):
     assert evaluation["eval_perplexity"] is None and evaluation["eval_loss"] == 1e9
 
 
+def test_experts_are_shown_and_what_they_drop_is_warned_of(tmp_path, capsys):
+    """A vector is a list in the row, finite or not, and a number for each place in a tracker."""
+    got = []
+    tracker = types.SimpleNamespace(log=lambda step, values: got.append(values), close=lambda: None)
+    with Metrics(tmp_path, LoggingConfig(every=1, progress="lines"), total_steps=2) as log:
+        log._trackers["here"] = tracker
+        for step, dropped in ((1, 0.0), (2, 12.0)):
+            more = {"dropped_tokens": jnp.float32(dropped), "dropped_share": jnp.float32(dropped / 96)}
+            load = jnp.array([0.75, 0.25 if step == 1 else jnp.nan])
+            log.record(step, step_metrics(step, imbalance=jnp.float32(1.5), expert_load=load, **more), 8)
+    first, second = rows_of(tmp_path)
+    assert (
+        first["expert_load"] == [0.75, 0.25]
+        and second["expert_load"] is None
+        and "nan" in second["non_finite"]["expert_load"]
+    )
+    assert (got[0]["expert_load/0"], got[0]["expert_load/1"]) == (0.75, 0.25) and got[1]["dropped_share"] == 0.125
+    lines = capsys.readouterr().out.splitlines()
+    assert all("experts' imbalance 1.50" in line for line in lines) and "WARNING" not in lines[0]
+    assert "WARNING: experts dropped 12.50%, raise moe.buffer_factor" in lines[1]
+
+
 def test_unknown_hardware_has_no_mfu_and_memory_is_this_process(tmp_path):
     with Metrics(tmp_path, QUIET, total_steps=2, flops_per_step=1e9) as log:
         train(log, 1, 2)

@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm import config, hf, layers, step
+from jaxllm import config, generate, hf, layers, step
 from jaxllm import state as states
 from jaxllm.data.batch import to_device
 from jaxllm.models import llama
 from jaxllm.section import UserError
-from support import VOCAB, T, error, hugging_face, mesh, numpy_tree, ours, rows, tiny, worst
+from support import VOCAB, T, batch_on, error, hugging_face, mesh, numpy_tree, ours, rows, tiny, worst
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
 
@@ -296,7 +296,7 @@ def test_initial_values_do_not_depend_on_the_mesh():
 
 def test_more_positions_than_a_model_knows_need_scaled_rope(tmp_path, caplog):
     hugging_face(rope_parameters=LLAMA3).save_pretrained(tmp_path)
-    longer = (f"model.path={tmp_path}", "model.max_position_embeddings=1024")
+    longer = (f"model.path={tmp_path}", "model.max_position_embeddings=1024", "data.seq_len=1024")
     with pytest.raises(
         UserError, match=r"max_position_embeddings: 1024 .* more than the 256 .*model.rope_parameters are scaled"
     ):
@@ -307,3 +307,17 @@ def test_more_positions_than_a_model_knows_need_scaled_rope(tmp_path, caplog):
     )
     cfg = config.load_config(None, *longer, f"model.rope_parameters={{{given}}}")
     assert cfg.model.max_position_embeddings == 1024 and "mean something else" in caplog.text
+
+
+def test_rows_longer_than_the_model_is_meant_for_are_refused_where_they_are_computed():
+    """Also where no config speaks of them: research code with batches of its own, logits and samples of any length."""
+    with jax.set_mesh(mesh()):
+        graphdef, state = step.init_state(cfg := tiny("model.max_position_embeddings=32", "data.seq_len=32"))
+        refused = pytest.raises(UserError, match="a row: 33 tokens are more than model.max_position_embeddings = 32")
+        with refused:
+            step.logits(graphdef, state, jnp.zeros((1, 33), jnp.int32))
+        with refused:
+            generate.sample(graphdef, state, [1, 2, 3], 30)
+        with refused:
+            step.make_train_step(graphdef, cfg)(state, batch_on(mesh(), length=33))
+        assert step.logits(graphdef, state, jnp.zeros((1, 32), jnp.int32)).shape == (1, 32, VOCAB)

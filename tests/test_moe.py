@@ -1,16 +1,21 @@
 """Mixture of experts: Mixtral against transformers, live; dispatch and combine against a dense float64 oracle; meshes, accumulation, padding."""
 
+import functools
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from jaxllm import config, hf, moe, step
+from jaxllm import config, exchange, hf, moe, step
 from jaxllm import state as states
 from jaxllm.data.batch import to_device
+from jaxllm.linear import grouped_matmul
 from jaxllm.models import mixtral
 from jaxllm.section import UserError
-from support import error, hugging_face, mesh, mesh_name, ours, rows, tiny, worst
+from support import ROOT, error, hugging_face, mesh, mesh_name, ours, rows, tiny, worst
 
 E, K, D = 8, 2, 16
 MESHES = [
@@ -39,13 +44,33 @@ def dense(x, weights, ids, kernel):
     return np.einsum("btef,bte->btf", every, gate)
 
 
-def layer(x, weights, ids, real, kernel, exchange):
-    from jaxllm.linear import grouped_matmul
-
-    rows_, sizes, slots = moe.dispatch(x, ids, real, E, exchange)
+@functools.partial(jax.jit, static_argnames="how")
+def layer(x, weights, ids, real, kernel, how):
+    """What `how` makes of one product, with weights."""
+    rows_, sizes, home, _ = exchange.dispatch(x, ids, real, how)
     names = ("experts", "embed", "mlp")
-    y = grouped_matmul(rows_, sizes, kernel, names, exchange == "none", "float32", "float32", "xla")
-    return moe.combine(y, weights, slots, exchange, jnp.float32)
+    y = grouped_matmul(rows_, sizes, kernel, names, how.everywhere, "float32", "float32", "xla")
+    return exchange.combine(y, weights, home, how, jnp.float32)
+
+
+def everyone_sends_to_everyone(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+    """jax.lax.ragged_all_to_all by its documentation, for CPUs: all slices are gathered, and written one after the other."""
+    here, number = jax.lax.axis_index(axis_name), input_offsets.shape[0]
+    gathered = jax.lax.all_gather((operand, input_offsets, send_sizes, output_offsets), axis_name)
+    row = jnp.arange(output.shape[0], dtype=jnp.int32)
+    for sender in range(number):
+        theirs, begin, count, into = (a[sender] for a in gathered)
+        offset = row - into[here]
+        written = (offset >= 0) & (offset < count[here])
+        found = jnp.take(theirs, jnp.clip(begin[here] + offset, 0, theirs.shape[0] - 1), axis=0)
+        output = jnp.where(written[:, None], found, output)
+    return output
+
+
+@pytest.fixture(autouse=True)
+def ragged_on_a_cpu(monkeypatch):
+    """XLA:CPU lacks ragged-all-to-all. What stands in for it is written from its documentation; the real one is compiled in h100/."""
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", everyone_sends_to_everyone)
 
 
 ROUTING = {
@@ -55,29 +80,88 @@ ROUTING = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("routing", ROUTING)
-@pytest.mark.parametrize("exchange", moe.EXCHANGES)
-@pytest.mark.parametrize("sizes", MESHES, ids=mesh_name)
-def test_a_layer_equals_the_dense_oracle(rng, sizes, exchange, routing):
+def derivatives(x, weights, ids, kernel, cotangent):
+    """Of sum(dense(...) x cotangent) by x, weights and kernel."""
+    x, weights, kernel, cotangent = (np.asarray(a, np.float64) for a in (x, weights, kernel, cotangent))
+    gate = np.zeros((*x.shape[:2], E))
+    np.put_along_axis(gate, ids, weights, -1)
+    back = np.einsum("btf,edf->bted", cotangent, kernel)
+    return (
+        np.einsum("bted,bte->btd", back, gate),
+        np.take_along_axis(np.einsum("bted,btd->bte", back, x), ids, -1),
+        np.einsum("btd,btf,bte->edf", x, cotangent, gate),
+    )
+
+
+def inputs(rng, routing):
     x, kernel = rng.standard_normal((8, 16, D)).astype(np.float32), rng.standard_normal((E, D, 24)).astype(np.float32)
     ids = ROUTING[routing](rng, (8, 16)).astype(np.int32)
-    weights, cotangent = rng.random((8, 16, K)).astype(np.float32), rng.standard_normal((8, 16, 24)).astype(np.float32)
-    real = np.ones((8, 16), bool)
-    total = lambda x, weights, kernel: jnp.sum(layer(x, weights, ids, real, kernel, exchange) * cotangent)
-    with jax.set_mesh(mesh(**sizes)):
-        out = jax.jit(lambda *a: layer(*a[:2], ids, real, a[2], exchange))(x, weights, kernel)
-        grads = jax.jit(jax.grad(total, (0, 1, 2)))(x, weights, kernel)
-    assert error(out, dense(x, weights, ids, kernel)) < 2e-6
-    wide = lambda a: np.asarray(a, np.float64)
-    gate = np.zeros((8, 16, E))
-    np.put_along_axis(gate, ids, wide(weights), -1)
-    back = np.einsum("btf,edf->bted", wide(cotangent), wide(kernel))
-    want = (
-        np.einsum("bted,bte->btd", back, gate),
-        np.take_along_axis(np.einsum("bted,btd->bte", back, wide(x)), ids, -1),
-        np.einsum("btd,btf,bte->edf", wide(x), wide(cotangent), gate),
+    return (
+        x,
+        rng.random((8, 16, K)).astype(np.float32),
+        ids,
+        kernel,
+        rng.standard_normal((8, 16, 24)).astype(np.float32),
     )
-    for ours_, exact in zip(grads, want, strict=True):
+
+
+def value_and_gradients(how):
+    """Of one layer: its output, gradients by x, weights and kernel, rows of each group and dropped assignments, compiled."""
+    real = np.ones((8, 16), bool)
+
+    @jax.jit
+    def evaluate(x, weights, ids, kernel, cotangent):
+        out, back = jax.vjp(lambda *a: layer(*a[:2], ids, real, a[2], how), x, weights, kernel)
+        _, sizes, _, dropped = exchange.dispatch(x, ids, real, how)
+        return out, back(cotangent), sizes, dropped
+
+    return evaluate
+
+
+@pytest.mark.parametrize("way", exchange.WAYS)
+@pytest.mark.parametrize("sizes", MESHES, ids=mesh_name)
+def test_a_layer_equals_the_dense_oracle(rng, sizes, way):
+    evaluate = value_and_gradients(exchange.Exchange(way, E))
+    for routing in ROUTING:
+        arrays = inputs(rng, routing)
+        with jax.set_mesh(mesh(**sizes)):
+            out, grads, *_ = evaluate(*arrays)
+        assert error(out, dense(*arrays[:4])) < 2e-6, routing
+        for ours_, exact in zip(grads, derivatives(*arrays), strict=True):
+            assert error(ours_, exact) < 2e-6, routing
+
+
+def kept_by_a_device(ids, places, rows_, groups):
+    """Which assignments find room, bool as ids [B, T, K]: on each device of the expert axis the first `rows_` for its experts, in the order of the tokens of
+    all places (rows of the batch); with `groups`, rows_ / places of each place's own tokens."""
+    kept = np.zeros(ids.shape, bool)
+    parts = np.array_split(np.arange(ids.shape[0]), places) if groups else [np.arange(ids.shape[0])]
+    for device in range(places):
+        for part in parts:
+            room = rows_ // len(parts)
+            for place in itertools.product(part, range(ids.shape[1]), range(ids.shape[2])):
+                if ids[place] // (E // places) == device and room:
+                    kept[place], room = True, room - 1
+    return kept
+
+
+@pytest.mark.parametrize("way", ["allgather", "alltoall", "ragged"])
+@pytest.mark.parametrize("factor", [0.5, 1.0, 2.0])
+def test_what_finds_no_room_is_dropped_and_counted_and_nothing_else_changes(rng, way, factor):
+    places, routing = 4, "one expert idle"
+    x, weights, ids, kernel, cotangent = inputs(rng, routing)
+    how = exchange.Exchange(way, E, factor)
+    with jax.set_mesh(mesh(expert=places)):
+        num_rows = how.num_rows(ids[..., 0].size // places, K)
+        out, grads, sizes, dropped = value_and_gradients(how)(x, weights, ids, kernel, cotangent)
+    assert num_rows == factor * ids.size / places
+    kept = kept_by_a_device(ids, places, num_rows, way == "alltoall")
+    assert int(dropped.sum()) == (~kept).sum() == ids.size - int(sizes.sum())
+    assert (~kept).any() == (factor < 2), "the case has both"
+    left = weights * kept
+    assert error(out, dense(x, left, ids, kernel)) < 2e-6
+    want = derivatives(x, left, ids, kernel, cotangent)
+    for ours_, exact in zip(grads, (want[0], want[1] * kept, want[2]), strict=True):
         assert error(ours_, exact) < 2e-6
 
 
@@ -87,8 +171,10 @@ def test_padding_goes_to_no_expert_whatever_stands_there(rng):
     ids = ROUTING["random"](rng, (2, 8)).astype(np.int32)
     weights = np.ones((2, 8, K), np.float32)
     with jax.set_mesh(mesh()):
-        _, sizes, _ = moe.dispatch(x, ids, real, E, "none")
-        outs = [layer(np.where(real[..., None], x, bad), weights, ids, real, kernel, "none") for bad in (0, np.nan)]
+        how = exchange.Exchange("none", E)
+        _, sizes, _, dropped = jax.jit(exchange.dispatch, static_argnums=3)(x, ids, real, how)
+        outs = [layer(np.where(real[..., None], x, bad), weights, ids, real, kernel, how) for bad in (0, np.nan)]
+    assert not dropped.any()
     assert int(sizes.sum()) == K * int(real.sum())
     assert np.array_equal(*outs) and not np.any(np.asarray(outs[0])[~real])
 
@@ -98,8 +184,9 @@ def test_the_order_of_tokens_changes_nothing_but_the_order_of_outputs(rng):
     ids, weights = ROUTING["random"](rng, (1, 32)).astype(np.int32), rng.random((1, 32, K)).astype(np.float32)
     real, order = np.ones((1, 32), bool), rng.permutation(32)
     with jax.set_mesh(mesh()):
-        straight = layer(x, weights, ids, real, kernel, "none")
-        turned = layer(x[:, order], weights[:, order], ids[:, order], real, kernel, "none")
+        how = exchange.Exchange("none", E)
+        straight = layer(x, weights, ids, real, kernel, how)
+        turned = layer(x[:, order], weights[:, order], ids[:, order], real, kernel, how)
     assert error(np.asarray(turned), np.asarray(straight)[:, order]) < 1e-6
 
 
@@ -108,6 +195,61 @@ def test_equal_logits_take_the_lower_id_and_weights_sum_to_one(rng):
     assert np.array_equal(ids, [[[0, 1]]]) and np.allclose(weights, 0.5)
     weights, _ = moe.route(jnp.asarray(rng.standard_normal((2, 3, E)) * 30, jnp.float32), 3)
     assert np.allclose(np.sum(weights, -1), 1, atol=1e-6)
+
+
+def test_routing_weights_are_softmax_over_the_chosen():
+    """transformers' Mixtral: .73106 and .26894 for logits 2, 1, 0, -1; weight 1 exactly for one expert; all experts: a plain softmax."""
+    logits = jnp.asarray([[[2.0, 1.0, 0.0, -1.0]]])
+    weights, ids = moe.route(logits, 2)
+    assert np.array_equal(ids, [[[0, 1]]]) and np.allclose(weights, [[[0.7310586, 0.2689414]]], atol=1e-6)
+    assert np.array_equal(moe.route(logits, 1)[0], [[[1.0]]])
+    alone = jax.grad(lambda x: moe.route(x, 1)[0].sum())(logits)
+    assert np.abs(alone).max() < 1e-6, "one expert: the router learns from the auxiliary loss alone"
+    weights, ids = moe.route(logits, 4)
+    assert np.array_equal(ids, [[[0, 1, 2, 3]]]) and np.allclose(weights, jax.nn.softmax(logits), atol=1e-6)
+
+
+@pytest.mark.parametrize(("router", "chosen"), [("float32", [2, 1]), ("match_hf", [1, 2])])
+def test_float32_logits_tell_apart_what_is_equal_in_bfloat16(router, chosen):
+    """1.001953125 and 1 are one number in bfloat16, and of equal ones the lower id comes first."""
+    cfg = tiny(*MIXTRAL, "model.num_local_experts=4", "precision.compute=bfloat16", f"moe.router={router}")
+    moe_layer = mixtral.SparseMoE(cfg.model, cfg.precision, cfg.moe, rngs=nnx.Rngs(0))
+    wanted = jnp.asarray([0, 1.0, 1.001953125, -1])
+    moe_layer.router.set_value(jnp.zeros((64, 4)).at[0].set(wanted))
+    seen = []
+    with jax.set_mesh(mesh()), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mixtral, "route", lambda *a: seen.append(moe.route(*a)) or seen[-1])
+        x = np.zeros((1, 1, 64), jnp.bfloat16)
+        x[..., 0] = 1
+        _, ids = jax.jit(lambda x: (moe_layer(x, jnp.ones((1, 1), bool)), seen[0][1]))(x)
+    assert ids.tolist() == [[chosen]]
+
+
+def test_padding_changes_no_balance():
+    """Four tokens, one per expert, alone and with four of padding that would all choose the first: 1.0 in both, as the reference defines it."""
+    logits = jnp.log(jnp.asarray(np.concatenate([np.eye(4) * 6 + 1, [[7, 1, 1, 1]] * 4]), jnp.float32))[None]
+    for real in (np.ones((1, 4), bool), np.arange(8)[None] < 4):
+        rows_ = logits[:, : real.shape[1]]
+        seen = jax.tree.map(lambda x: x[None], moe.statistics(rows_, moe.route(rows_, 1)[1], jnp.asarray(real)))
+        for form in ("global", "hf"):
+            assert float(moe.auxiliary(seen, seen["counts"], 4.0, form)[0]) == pytest.approx(1.0, rel=1e-6)
+
+
+def test_jitter_multiplies_what_router_and_experts_read(rng):
+    x = jnp.asarray(rng.standard_normal((2, 64, 64)), jnp.float32)
+    places = jnp.broadcast_to(jnp.arange(64, dtype=jnp.int32)[None], (2, 64))
+    noise, jitter = (jax.random.key(1), jnp.arange(2, dtype=jnp.int32), places), jax.jit(moe.jitter, static_argnums=2)
+    factor = jitter(jnp.ones_like(x), noise, 0.1)
+    assert 0.9 <= factor.min() < 0.901 and 1.099 < factor.max() < 1.1 and abs(factor.mean() - 1) < 2e-3
+    assert abs(np.corrcoef(factor[0, 0], factor[0, 1])[0, 1]) < 0.5, "each token has numbers of its own"
+    turned = jitter(jnp.ones_like(x), (noise[0], noise[1][::-1], places[:, ::-1]), 0.1)
+    assert np.array_equal(turned, factor[::-1, ::-1]), "which belong to its row and place alone"
+    cfg, real = tiny(*MIXTRAL, "model.router_jitter_noise=0.1"), jnp.ones((2, 64), bool)
+    moe_layer = mixtral.SparseMoE(cfg.model, cfg.precision, cfg.moe, rngs=nnx.Rngs(0))
+    run = jax.jit(lambda *a: moe_layer(*a))
+    with jax.set_mesh(mesh()):
+        noisy, calm, before = run(x, real, noise), run(x, real), run(x * factor, real)
+    assert error(noisy[0], before[0]) < 1e-6 < error(noisy[0], calm[0])
 
 
 # --- the model against transformers ----------------------------------------------------------------------------------
@@ -177,6 +319,21 @@ def test_logits_losses_and_every_gradient_equal_those_of_transformers(oracle, si
     assert worst({k: np.asarray(g) / count for k, g in grads.items()}, want)[0] < 1e-5
 
 
+def test_router_logits_equal_those_of_transformers(oracle, monkeypatch):
+    model, folder = oracle
+    cfg, device_mesh, graphdef, params = loaded(folder, {})
+    with_logits = lambda logits, *rest: {**moe.statistics(logits, *rest), "logits": logits}
+    monkeypatch.setattr(mixtral, "statistics", with_logits)
+    packed = rows(documents=False)
+    with jax.set_mesh(device_mesh):
+        batch = jax.tree.map(lambda x: x[0], to_device(packed, 1, device_mesh))
+        seen = jax.jit(lambda p, b: step._hidden(graphdef, p, b)[1])(params, batch)
+    with torch.no_grad():
+        theirs = model(torch.tensor(packed["tokens"].astype(np.int64)), output_router_logits=True).router_logits
+    for mine, other in zip(seen["logits"], theirs, strict=True):
+        np.testing.assert_allclose(np.asarray(mine).reshape(-1, E), other.numpy(), atol=1e-5, rtol=0)
+
+
 def test_a_fused_folder_is_read_as_the_same_weights(oracle, tmp_path):
     """Fused experts, which transformers reads as well: its own state in memory, saved as it is."""
     import shutil
@@ -242,7 +399,7 @@ def gradients(sizes, packed, *overrides, microbatches=1):
 
 @pytest.mark.parametrize("form", ["global", "hf"])
 def test_router_losses_do_not_depend_on_mesh_accumulation_remat_or_padding(form):
-    packed, overrides = rows(), [f"moe.aux_loss={form}"]
+    packed, overrides = rows(), [f"moe.aux_loss={form}", "model.router_jitter_noise=0.1"]
     want = gradients({}, packed, *overrides)
     cases = [gradients({}, packed, *overrides, "model.remat=none", microbatches=4)]
     if form == "global":
@@ -263,10 +420,14 @@ def test_metrics_of_the_experts_and_a_loss_that_balances_them():
         train_step, seen = step.make_train_step(graphdef, cfg), []
         for n in range(20):
             state, metrics = train_step(state, to_device(rows(seed=n % 3), 1, device_mesh))
+            load = metrics.pop("expert_load")
+            assert load.shape == (E,) and float(load.sum()) == pytest.approx(1, rel=1e-5)
             seen.append({name: float(value) for name, value in metrics.items()})
     assert seen[-1]["aux_loss"] < seen[0]["aux_loss"] and seen[-1]["aux_loss"] >= K * 0.99
     assert seen[-1]["imbalance"] < seen[0]["imbalance"]
-    assert all(row["dropped_tokens"] == 0 and 0 < row["entropy"] <= np.log(E) + 1e-5 for row in seen)
+    assert all(
+        row["dropped_tokens"] == row["dropped_share"] == 0 and 0 < row["entropy"] <= np.log(E) + 1e-5 for row in seen
+    )
 
 
 @pytest.mark.parametrize("coefficient", [0, 0.05])
@@ -283,17 +444,55 @@ def test_the_balance_shown_is_the_step_s_however_it_is_cut(coefficient):
 
 def test_what_is_reported_of_the_experts():
     counts = np.array([[4.0, 0.0, 2.0, 2.0], [2.0, 2.0, 2.0, 2.0]])
-    seen = {"counts": jnp.asarray(counts), "entropy": jnp.asarray([4.0, 8.0])}
-    got = {name: float(value) for name, value in moe.report(seen, 4.0, 2).items()}
-    assert got == {"imbalance": 2.0, "idle": 1.0, "entropy": 1.5, "dropped_tokens": 0.0}
+    seen = {"counts": jnp.asarray(counts), "entropy": jnp.asarray([4.0, 8.0]), "dropped": jnp.asarray([3.0, 1.0])}
+    got = {name: value.tolist() for name, value in moe.report(seen, 4.0, 2).items()}
+    assert got == {
+        "expert_load": [0.375, 0.125, 0.25, 0.25], "imbalance": 2.0, "idle": 1.0, "entropy": 1.5, "dropped_tokens": 4.0, "dropped_share": 0.25,
+    }  # fmt: skip
+
+
+def test_a_bound_drops_in_training_and_never_in_evaluation():
+    """Half of what the places of all rows need: what is beyond that is dropped, counted, and the loss changes; the evaluation's does not."""
+    seen = {}
+    for factor in (None, 0.5):
+        bound = [] if factor is None else [f"moe.buffer_factor={factor}"]
+        cfg, device_mesh = tiny(*MIXTRAL, "mesh.expert=2", *bound), mesh(expert=2)
+        with jax.set_mesh(device_mesh):
+            graphdef, state = step.init_state(cfg)
+            batch = to_device(rows(), 1, device_mesh)
+            evaluated = step.make_eval_step(graphdef, cfg)(state, batch)
+            _, metrics = step.make_train_step(graphdef, cfg)(state, batch)
+        seen[factor] = float(evaluated["loss_sum"]), float(metrics["loss"]), float(metrics["dropped_share"])
+        if factor:
+            real = (rows()["k_end"] > 0).sum()
+            assert float(metrics["dropped_tokens"]) == pytest.approx(seen[factor][2] * 2 * K * real, rel=1e-5)
+    assert seen[0.5][2] >= 1 - 0.5 * rows()["k_end"].size / real and seen[None][2] == 0
+    assert seen[0.5][1] != pytest.approx(seen[None][1], rel=1e-5)
+    assert seen[0.5][0] == pytest.approx(seen[None][0], rel=1e-6)
 
 
 def test_the_exchange_that_is_chosen_is_said():
-    with jax.set_mesh(mesh(expert=4)):
-        assert moe.describe(moe.MoEConfig(), 8, "float32") == (
-            "experts: 8 over 4 places, exchange allgather (mesh.expert = 4), products by xla"
+    """Mixtral 8x7B: 4,096 tokens per GPU are fewer bytes than its experts, 32,768 are more."""
+    cfg = config.load_config(ROOT / "configs" / "mixtral_8x7b.toml")
+    says = lambda tokens, dtype="float32", **moe_settings: moe.describe(
+        moe.MoEConfig(**moe_settings), cfg.model, tokens, dtype
+    )
+    with jax.set_mesh(mesh(expert=8)):
+        assert says(8 * 4096) == (
+            "experts: 8 over 8 places, exchange allgather (1.5 GiB of tokens per layer and step, 9.2 GiB of experts), products by xla"
         )
-        assert "exchange none (asked for)" in moe.describe(moe.MoEConfig(exchange="none"), 8, "float32")
+        assert "exchange none (12 GiB of tokens per layer and step, 9.2 GiB of experts)" in says(8 * 32768)
+        assert "exchange none (asked for)" in says(4096, exchange="none")
+        bounded = says(4096, buffer_factor=1.5)
+        assert "exchange alltoall (moe.buffer_factor bounds what is sent)" in bounded
+        assert bounded.endswith("moe.buffer_factor = 1.5: what does not fit is dropped, and counted as dropped_tokens")
+        with pytest.raises(UserError, match=r'moe.exchange: "ragged" needs GPUs.* \'cpu\'.*"alltoall"'):
+            says(4096, exchange="ragged")
+        with pytest.raises(UserError, match=r'moe.backend: "hopper" needs H100.*\'cpu\' and "float32".*choose'):
+            says(4096, backend="hopper")
+    with jax.set_mesh(mesh()):
+        assert "exchange none (mesh.expert = 1)" in says(4096)
+        assert says(4096, buffer_factor=2).endswith("bounds nothing here, for nothing is received")
 
 
 def test_configs_that_cannot_be_are_refused():
@@ -301,8 +500,12 @@ def test_configs_that_cannot_be_are_refused():
         (("model.num_local_experts=8",), "the family 'llama' has no experts"),
         (("model.family=mixtral",), "a Mixtral needs all four"),
         ((*MIXTRAL, "model.num_experts_per_tok=9"), "num_experts_per_tok = 9 is more than num_local_experts = 8"),
-        ((*MIXTRAL, "model.router_jitter_noise=0.1"), "router_jitter_noise"),
-    ):
+        ((*MIXTRAL, "model.router_jitter_noise=1.5"), "router_jitter_noise"),
+        ((*MIXTRAL, "mesh.expert=3"), "mesh.expert: 3 places do not divide model.num_local_experts = 8; legal: 1, 2, 4, 8"),
+        (("mesh.expert=2",), "mesh.expert: 2 places for experts, of which a llama has none; use mesh.data"),
+        ((*MIXTRAL, "moe.exchange=none", "moe.buffer_factor=2"), "moe.buffer_factor: 2 bounds what a device receives.*remove one"),
+        ((*MIXTRAL, "moe.buffer_factor=0"), "moe.buffer_factor"),
+    ):  # fmt: skip
         with pytest.raises(UserError, match=said):
             tiny(*overrides)
     with pytest.raises(UserError, match=r"experts = 6.*4 shards"), jax.set_mesh(mesh(expert=4)):

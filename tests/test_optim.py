@@ -5,11 +5,11 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pydantic
 import pytest
 
-from jaxllm.optim import OptimizerConfig, clip, decays, learning_rate, make_optimizer
+from jaxllm import optim
+from jaxllm.optim import OptimizerConfig, decays, learning_rate, norm_and_factor
 from jaxllm.section import UserError
 
 STEPS = 50
@@ -18,6 +18,14 @@ SHAPES = {
     "layers/input_layernorm/weight": (2, 8),
     "layers/self_attn/q_proj/bias": (2, 2, 4),
 }
+
+
+def init(config, params):
+    """The state of parameters none of whose dims a mesh may split."""
+    whole = {
+        path: [not (path.startswith("layers/") and dim == 0) for dim in range(x.ndim)] for path, x in params.items()
+    }
+    return optim.init(config, params, whole)
 
 
 def reference_rate(config, steps, n):
@@ -68,16 +76,15 @@ def test_adamw_clipping_and_schedule_follow_torch_for_50_steps(schedule, max_gra
     rates = torch.optim.lr_scheduler.LambdaLR(
         reference, lambda epoch: reference_rate(config, STEPS, epoch + 1) / config.learning_rate
     )
-    optimizer, rate = make_optimizer(config), learning_rate(config, STEPS)
+    rate = learning_rate(config, STEPS)
 
     @jax.jit
     def step(params, state, grads, n):
-        grads, norm = clip(grads, config.max_grad_norm)
-        updates, state = optimizer.update(grads, state, params)
-        return {path: params[path] - rate(n) * updates[path] for path in params}, state, norm
+        norm, factor = norm_and_factor(grads, jnp.float32(1), config.max_grad_norm)
+        return *optim.update(config, params, grads, state, rate=rate(n), factor=factor), norm
 
     params = {path: jnp.asarray(value) for path, value in start.items()}
-    state = optimizer.init(params)
+    state = init(config, params)
     clipped = 0
     for n in range(1, STEPS + 1):
         scale = 10.0 ** rng.uniform(-2, 0)  # some norms below the limit, some above
@@ -105,10 +112,9 @@ def test_sgd_with_decay_follows_torch(rng):
     weight = torch.nn.Parameter(torch.tensor(start))
     weight.grad = torch.tensor(grad)
     torch.optim.SGD([weight], lr=0.3, weight_decay=0.2).step()
-    optimizer = make_optimizer(OptimizerConfig(kind="sgd", weight_decay=0.2))
-    params = {path: jnp.asarray(start)}
-    updates, _ = optimizer.update({path: jnp.asarray(grad)}, optimizer.init(params), params)
-    np.testing.assert_allclose(params[path] - 0.3 * updates[path], weight.detach().numpy(), atol=1e-6)
+    config, params = OptimizerConfig(kind="sgd", weight_decay=0.2), {path: jnp.asarray(start)}
+    after, _ = optim.update(config, params, {path: jnp.asarray(grad)}, init(config, params), rate=0.3)
+    np.testing.assert_allclose(after[path], weight.detach().numpy(), atol=1e-6)
 
 
 def test_llama3_405b_schedule_has_its_published_values():
@@ -174,79 +180,29 @@ def test_decay_mask_of_every_parameter_of_a_llama():
     assert {path: decays(path) for path in expected} == expected
     # and the optimizer acts on it: with zero gradients only decayed weights move
     params = {path: jnp.ones((2, 2)) for path in expected}
-    optimizer = make_optimizer(OptimizerConfig(weight_decay=0.5))
-    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
-    assert {path: bool((update == 0.5).all()) for path, update in updates.items()} == expected
-    assert all((updates[path] == 0).all() for path, decayed in expected.items() if not decayed)
+    config = OptimizerConfig(weight_decay=0.5)
+    after, _ = optim.update(config, params, jax.tree.map(jnp.zeros_like, params), init(config, params), rate=1.0)
+    assert {path: bool((value == 0.5).all()) for path, value in after.items()} == expected
+    assert all((after[path] == 1).all() for path, decayed in expected.items() if not decayed)
 
 
 def test_no_decay_pattern_that_matches_nothing_is_refused():
     params = {"embed_tokens/embedding": jnp.ones((2, 2)), "norm/weight": jnp.ones(2)}
-    make_optimizer(OptimizerConfig(no_decay=["embed_tokens/*"])).init(params)
+    init(OptimizerConfig(no_decay=["embed_tokens/*"]), params)
     with pytest.raises(UserError, match="no_decay: 'embed_token/\\*' matches no parameter"):
-        make_optimizer(OptimizerConfig(no_decay=["embed_token/*"])).init(params)
+        init(OptimizerConfig(no_decay=["embed_token/*"]), params)
 
 
-def test_float32_masters_follow_updates_that_bfloat16_weights_would_lose():
-    optimizer = make_optimizer(OptimizerConfig(weight_decay=0.0, schedule="constant", learning_rate=1e-3))
-    params = lost = {"lm_head/kernel": jnp.ones((1, 1))}
-    lost = {path: value.astype(jnp.bfloat16) for path, value in lost.items()}
-    state = optimizer.init(params)
-    for _ in range(100):
-        updates, state = optimizer.update({"lm_head/kernel": jnp.ones((1, 1))}, state, params)
-        params = {path: params[path] - 1e-3 * updates[path] for path in params}
-        lost = {path: (lost[path] - (1e-3 * updates[path]).astype(jnp.bfloat16)) for path in lost}
-    assert params["lm_head/kernel"].dtype == jnp.float32
-    assert float(params["lm_head/kernel"][0, 0]) == pytest.approx(0.9, abs=1e-5)
-    assert float(lost["lm_head/kernel"][0, 0]) == 1.0  # what the masters are for
-
-
-def moments(state):
-    adam = optax.tree.get(state, "mu"), optax.tree.get(state, "nu")
-    return [leaf for tree in adam for leaf in jax.tree.leaves(tree)]
-
-
-def test_bfloat16_moments_are_stored_as_such_and_stay_close_to_float32(rng):
-    path, shape = "layers/mlp/up_proj/kernel", (2, 16, 16)
-    results = {}
-    for dtype in ("float32", "bfloat16"):
-        optimizer = make_optimizer(OptimizerConfig(moments=dtype))
-        params = {path: jnp.zeros(shape)}
-        state = optimizer.init(params)
-        grads = np.random.default_rng(1)
-        step = jax.jit(optimizer.update)
-        for _ in range(100):
-            updates, state = step({path: jnp.asarray(1e-3 * grads.normal(size=shape), jnp.float32)}, state, params)
-        assert {leaf.dtype for leaf in moments(state)} == {jnp.dtype(dtype)} and len(moments(state)) == 2
-        assert updates[path].dtype == jnp.float32
-        results[dtype] = np.asarray(updates[path])
-    error = np.linalg.norm(results["bfloat16"] - results["float32"]) / np.linalg.norm(results["float32"])
-    assert 0 < error < 0.04
-
-
-def test_bfloat16_second_moment_falls_after_gradients_shrink():
-    path = "lm_head/kernel"
-    optimizer = make_optimizer(OptimizerConfig(moments="bfloat16", betas=[0.9, 0.95]))
-    params = {path: jnp.zeros((1, 1))}
-    state = optimizer.init(params)
-    step = jax.jit(optimizer.update)
-    for size in [1.0] * 20 + [1e-3] * 400:
-        updates, state = step({path: jnp.full((1, 1), size)}, state, params)
-    assert float(updates[path][0, 0]) == pytest.approx(1.0, abs=0.15)  # m / sqrt(v) of a constant gradient
-    with pytest.raises(pydantic.ValidationError, match="0.999 needs optimizer.moments"):
-        OptimizerConfig(moments="bfloat16", betas=[0.9, 0.999])
-
-
-def test_clipping_keeps_the_dtype_sums_in_float32_and_passes_non_finite_norms_on():
+def test_clipping_sums_in_float32_and_passes_non_finite_norms_on():
     grads = {"a": jnp.full((4096,), 0.5, jnp.bfloat16), "b": jnp.full((2, 2), 3.0)}
-    clipped, norm = clip(grads, 1.0)
-    exact = math.sqrt(4096 * 0.25 + 36)
+    norm, factor = norm_and_factor(grads, jnp.float32(0.5), 1.0)
+    exact = 0.5 * math.sqrt(4096 * 0.25 + 36)
     assert norm.dtype == jnp.float32 and float(norm) == pytest.approx(exact, rel=1e-6)
-    assert clipped["a"].dtype == jnp.bfloat16 and float(clipped["b"][0, 0]) == pytest.approx(3 / exact, rel=1e-5)
-    small, _ = clip({"b": jnp.full((2, 2), 0.1)}, 1.0)
-    assert (small["b"] == jnp.full((2, 2), 0.1)).all()
-    assert math.isinf(float(clip({"b": jnp.array([jnp.inf, 1.0])}, 1.0)[1]))
-    assert math.isnan(float(clip({"b": jnp.array([jnp.nan, 1.0])}, 1.0)[1]))
+    assert float(factor) == pytest.approx(0.5 / exact, rel=1e-5)
+    assert float(norm_and_factor({"b": jnp.full((2, 2), 0.1)}, jnp.float32(1), 1.0)[1]) == 1
+    assert float(norm_and_factor(grads, jnp.float32(0.5), 0.0)[1]) == 0.5
+    assert math.isinf(float(norm_and_factor({"b": jnp.array([jnp.inf, 1.0])}, jnp.float32(1), 1.0)[0]))
+    assert math.isnan(float(norm_and_factor({"b": jnp.array([jnp.nan, 1.0])}, jnp.float32(1), 1.0)[0]))
 
 
 @pytest.mark.parametrize(
@@ -255,6 +211,8 @@ def test_clipping_keeps_the_dtype_sums_in_float32_and_passes_non_finite_norms_on
         ({"betas": [0.9]}, "two numbers in"),
         ({"betas": [0.9, 1.0]}, "two numbers in"),
         ({"schedule": "cosine", "decay_steps": 5}, 'only optimizer.schedule = "wsd" uses it'),
+        ({"kind": "sgd", "moments": "8bit"}, 'optimizer.moments: "sgd" has no moments, got "8bit"'),
+        ({"kind": "sgd", "moments_memory": "host"}, 'optimizer.moments_memory: "sgd" has no moments'),
         ({"warmup_steps": -1}, "warmup_steps"),
         ({"learning_rate": float("nan")}, "learning_rate"),
     ],

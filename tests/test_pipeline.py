@@ -466,7 +466,8 @@ def token_caches(folder):
 def test_rows_from_the_cache_are_those_without_and_it_is_built_once(corpus, tokenizer, tmp_path, kind, monkeypatch):
     plain = Training(config(corpus, tokenizer, kind=kind))
     want = take(Pipeline(plain.source, None, plain.source.render.data), 20)
-    for workers in (2, 0):
+    for workers, part in ((2, cache.PART), (0, 16)):  # the second writes each document in several parts
+        monkeypatch.setattr(cache, "PART", part)
         cfg = config(corpus, tokenizer, kind=kind, cache=str(tmp_path / f"cache{workers}"), workers=workers)
         training = Training(cfg)
         for (rows, cursors), (got, reached) in zip(
@@ -761,6 +762,9 @@ def test_the_command_shows_a_whole_epoch_and_refuses_in_one_line(corpus, tokeniz
     assert shown(tmp_path, corpus, tokenizer, "--rows", "all", "data.packing=none") == 0
     texts = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
     assert sorted(int(text.split("row ")[1][:3]) for text in texts if "row " in text) == list(range(70))
+    assert shown(tmp_path, corpus, tokenizer, "--at-step", "99", "data.repeat=false") == 0
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("--at-step 99: no rows, the data ends before that step\n72 records")
     assert shown(tmp_path, corpus, tokenizer, "data.path=nowhere.jsonl") == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: data.path: 'nowhere.jsonl' matches 0 files") and err.count("\n") == 1

@@ -337,6 +337,25 @@ def test_an_answer_that_would_merge_with_its_header_is_cut_there_and_trained_who
     assert tokenizer.decode(document.tokens[:begin]) == asked
 
 
+@pytest.mark.parametrize("trims", [False, True])  # whether the tokenizer leaves the space out of a token's place
+def test_a_header_that_ends_with_a_space_keeps_it_from_the_answer(tmp_path, trims):
+    from tokenizers import processors
+
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}"
+    )
+    folder = with_template(tmp_path, template)
+    library = Tokenizer.load(folder).library
+    library.post_processor = processors.ByteLevel(trim_offsets=trims)
+    library.save(str(folder / "tokenizer.json"))
+    assert "\u0120number" in library.encode("assistant: number").tokens, "they would merge"
+    header, document = library.encode("assistant: ").ids, render(folder, turns("a", "number"))
+    begin = int(np.argmax(document.loss_weights)) + 1
+    assert document.tokens[begin - len(header) : begin].tolist() == header
+    assert parts(folder, document) == ["number<|im_end|>"]
+
+
 def with_template(tmp_path, template, style="smollm2"):
     return make_folder(tmp_path / "own", template, STYLES[style][1], STYLES[style][3])
 
@@ -398,6 +417,51 @@ def test_an_eos_that_closes_the_conversation_stands_behind_the_last_turn_only(tm
     )
     with pytest.raises(UserError, match="no special token after"):
         render(without, plain)
+
+
+@pytest.mark.parametrize(
+    "tagged, behind", [("message['content'] + '<|end|>\n'", ""), ("message['content'] + '<|end|>'", "\n")]
+)
+def test_tags_that_hold_a_turns_end_token_are_believed_where_the_conversation_ends_with_another(
+    tmp_path, tagged, behind
+):
+    special = ["<s>", "<|endoftext|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    written = "{{'<|assistant|>\n' + message['content'] + '<|end|>\n'}}"
+    inside = "{{'<|assistant|>\n'}}{% generation %}{{ " + tagged + " }}{% endgeneration %}" + behind
+    folder = make_folder(tmp_path, PHI3.replace(written, inside), special, False)
+    for messages in (turns("a", "b"), turns("a", "b", "c", "d <|end|>"), turns("a", "", "c")):
+        document = render(folder, messages)
+        ends = "<|end|>" if behind else "<|end|>\n"
+        assert parts(folder, document) == [m["content"] + ends for m in messages if m["role"] == "assistant"]
+    (ids, mask), document = theirs(folder, turns("a", "b", "c", "d")), render(folder, turns("a", "b", "c", "d"))
+    assert document.tokens.tolist() == ids and document.loss_weights[:-1].tolist() == mask[1:]
+
+
+def test_the_end_of_the_turn_before_is_not_taken_for_that_of_an_empty_answer(tmp_path):
+    folder = with_template(
+        tmp_path,
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}{% generation %}{{ m.content }}"
+        "{% endgeneration %}{% endif %}<|im_end|>{% endfor %}",
+    )
+    assert parts(folder, render(folder, turns("a", "", "c", "d"))) == ["<|im_end|>", "d<|im_end|>"]
+
+
+GPT_OSS = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}<|start|>user<|message|>{{ m['content'] }}<|end|>{% else %}"
+    "<|start|>assistant<|channel|>final<|message|>{{ m['content'] }}{% if loop.last and not add_generation_prompt %}"
+    "<|return|>{% else %}<|end|>{% endif %}{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
+
+@pytest.mark.parametrize("answer", ["b", "", " ", "b <|message|>"])
+def test_a_token_inside_of_a_turn_is_not_taken_for_its_end_where_the_last_turn_ends_otherwise(tmp_path, answer):
+    special = ["<|startoftext|>", "<|return|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>"]
+    head = "<|channel|>final<|message|>"
+    document = render(make_folder(tmp_path / "a", GPT_OSS, special, False), turns("a", answer, "c", "d"))
+    assert parts(tmp_path / "a", document) == [f"{head}{answer}<|end|>", f"{head}d<|return|>"]
+    always = GPT_OSS.replace(" and not add_generation_prompt", "")  # then nothing tells how an earlier turn ends
+    with pytest.raises(UserError, match="what is trained cannot be found"):
+        render(make_folder(tmp_path / "b", always, special, False), turns("a", answer, "c", "d"))
 
 
 @pytest.mark.parametrize(
@@ -816,6 +880,8 @@ def test_a_vocabulary_as_large_as_llama_3_s_keeps_spelled_control_tokens_text(tm
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     document = render(tmp_path, turns("w1 <|eot_id|> w2", "w3"))
     assert (document.tokens == library.token_to_id("<|eot_id|>")).sum() == 2  # one per turn, none for the text
+    (text,) = renderer(tmp_path, kind="text")([("w127999", "here")])  # ids that 16 bits do not hold
+    assert text.tokens.tolist() == [127_999, library.token_to_id("<|eot_id|>")]
 
 
 def test_an_end_token_behind_the_generation_tags_is_trained_although_another_token_ends_them(tmp_path):

@@ -1,4 +1,34 @@
-"""Attention over a split sequence: layouts, masks of chunks, and the ring against the float64 oracle, on emulated devices."""
+"""Attention over a split sequence: layouts, masks of chunks, and the ring against the float64 oracle, on emulated devices.
+
+Which test holds which promise of context parallelism (without a file: here; "contract" is test_attention_contract.py):
+
+  1 rings of 1 to 8 are the float64 oracle, errors do not grow: test_outputs_and_gradients_equal_the_float64_oracle,
+   test_bfloat16_errors_do_not_grow_with_the_ring
+  2 layouts are permutations and change nothing: test_a_layout_is_a_permutation_that_gives_each_rank_its_chunks, CASES
+  3 intervals are the mask: test_intervals_of_chunks_are_the_mask
+  4 documents are isolated to the bit; 5 causality to the bit: test_documents_do_not_see_each_other_and_tokens_not_what_follows
+  6 edges of windows: test_window_edges; as Mistral's: test_model.py
+  7 rows, devices and documents of padding, garbage in them: test_padding_of_whole_devices_gives_exact_zeros_whatever_stands_there, contract
+  8 large and equal logits, early and late maxima: test_a_row_maximum_that_comes_early_or_late_is_the_same, test_equal_logits_..., contract
+  9 any order and number of pieces, infinite lse: test_chunks_may_be_folded_in_any_order_and_number, test_merging_with_lse_far_apart_or_infinite
+10 what is skipped is not computed and not sent, equal work: test_executed_tiles_are_the_same_on_every_rank, test_dead_steps_are_not_sent,
+   test_zigzag_gives_..., tiles in test_attention_hopper.py and test_attention_triton.py
+11 grouped heads without repeated keys: test_keys_are_never_repeated_for_their_query_heads, contract (8 heads a key head), CASES
+12 gradients of keys come home: test_gradients_of_keys_come_home
+13 every hop behind a kernel; 14 memory is the formula: h100/test_ring_for_h100.py
+15 no spills, tensor cores, asynchronous copies: h100/test_hopper_plans.py, test_attention_triton.py (every plan)
+16 two runs agree to the bit: test_equal_logits_give_the_mean_and_a_repeated_run_the_same_bits; on a GPU: python -m benchmarks.gpu
+17 recomputation does not repeat the ring: test_recomputation_repeats_no_transfer_of_what_is_saved_by_name; policies x meshes: test_parity.py
+18 jit, scan, vmap, other axes; accumulation, donation: test_other_mesh_axes_vmap_and_scan, test_a_shard_map_that_checks_...; test_parity.py,
+   test_step.py
+19 what does not divide is refused, or completed before: test_a_row_that_does_not_divide_..., test_an_odd_number_of_tokens_...,
+   test_what_completes_..., the backends' files; test_parity.py
+20 positions travel with tokens, and it shows if they do not: test_parity.py, test_model.py (far positions on a ring)
+21 every backend against one oracle: contract; cuDNN on a GPU: python -m benchmarks.gpu
+22 ragged documents: test_ragged_documents
+23 fifty steps on a ring follow the curve of one device: test_parity.py
+24 compiles for CUDA with every JAX, no races in the interpreter: h100/*.py, contract
+"""
 
 import functools
 
@@ -10,9 +40,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
+from attention_contract import oracle
+from jaxllm.attention import AttentionConfig
+from jaxllm.attention import attention as attention_over_mesh
 from jaxllm_kernels import LAYOUTS, Plan, attention, live_steps, load_backend, ring, token_order, windowed
-from support import error, rows
-from test_attention import oracle
+from support import error, mesh, rows
 
 pytestmark = pytest.mark.version
 ROW = 64
@@ -157,6 +189,21 @@ def test_outputs_and_gradients_equal_the_float64_oracle(rng, ranks, layout, comm
     out, _, *grads = oracle(q, k, v, np.asarray(windowed(k_start, k_end, window)), k_end, weight)
     for name, ours, exact in zip(("out", "dq", "dk", "dv"), got, (out, *grads), strict=True):
         assert error(ours, exact) < 2e-6, name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("communication", ["ring", "allgather"])
+def test_what_completes_a_devices_tokens_for_the_tiles_takes_no_part(rng, monkeypatch, communication, layout):
+    """18 tokens of heads of 16 on each device, for a backend with tiles of 16 and heads of 24, as the kernels of GPUs have them."""
+    backend = load_backend("xla")
+    monkeypatch.setattr(backend, "TILE", 16)
+    monkeypatch.setattr(backend, "HEAD_DIMS", (24,))
+    q, k, v, k_start, k_end, weight = inputs(rng, length=72)
+    for window in (None, 20):
+        got = over(4, layout, communication, window)(q, k, v, k_start, k_end, weight)
+        out, _, *grads = oracle(q, k, v, np.asarray(windowed(k_start, k_end, window)), k_end, weight)
+        for name, ours, exact in zip(("out", "dq", "dk", "dv"), got, (out, *grads), strict=True):
+            assert error(ours, exact) < 2e-6, name
 
 
 def test_window_edges(rng):
@@ -352,6 +399,27 @@ def test_dead_steps_are_not_sent():
         assert program(8, layout, window).count("= ppermute[") == 3 * (live - 1) + home, (layout, window)
 
 
+def test_recomputation_repeats_no_transfer_of_what_is_saved_by_name(rng):
+    """Out and lse saved by name: the backward pass sends what it sends without recomputation, and its gradients are the same."""
+    q, k, v, k_start, k_end, weight = inputs(rng)
+    config = AttentionConfig(communication="ring")
+
+    def total(q, k, v):
+        return jnp.sum(attention_over_mesh(q, k, v, k_start, k_end, config, layout="zigzag") * weight)
+
+    save = jax.checkpoint_policies.save_only_these_names("attn_out", "attn_lse")
+    sent, grads = {}, {}
+    ways = {"none": total, "all but names": jax.checkpoint(total, policy=save), "all": jax.checkpoint(total)}
+    with jax.set_mesh(mesh(sequence=2)):
+        for name, function in ways.items():
+            gradients = jax.grad(function, (0, 1, 2))
+            sent[name] = str(jax.make_jaxpr(gradients)(q, k, v)).count("= ppermute[")
+            if name != "all":
+                grads[name] = jax.jit(gradients)(q, k, v)
+    assert sent == {"none": 4, "all but names": 4, "all": 5}
+    assert max(error(a, b) for a, b in zip(*grads.values(), strict=True)) < 2e-6
+
+
 def test_keys_are_never_repeated_for_their_query_heads():
     """Five chunks of keys against three of queries, so that no other array has the shape of keys repeated for all query heads."""
     q, k, v, k_start, k_end, _ = inputs(np.random.default_rng(0), B=1, length=80, H=8, K=2)
@@ -383,7 +451,41 @@ def test_executed_tiles_are_the_same_on_every_rank():
     assert visited == [132] * ranks  # 32 x 33 / 2 tiles of the whole row, shared by four
 
 
+def test_an_odd_number_of_tokens_on_a_device_is_refused_for_zigzag(rng):
+    """jaxllm completes rows before; whoever calls the kernels has to."""
+    arrays = inputs(rng, B=1, length=36)[:5]
+    with (
+        pytest.raises(ValueError, match="an even number of tokens on each device for zigzag, got 9; pad the rows"),
+        jax.set_mesh(split(4)),
+    ):
+        local = functools.partial(attention, axis="ring", layout="zigzag")
+        jax.eval_shape(
+            jax.shard_map(local, in_specs=P(None, "ring"), out_specs=P(None, "ring"), check_vma=False), *arrays
+        )
+
+
+def test_a_shard_map_that_checks_types_is_served_by_xla_and_refused_by_name_by_kernels():
+    """jax.shard_map checks which values vary over its axes unless told otherwise; kernels of GPUs do not say."""
+    q, k = (jax.ShapeDtypeStruct((1, 4 * 2048, heads, 64), jnp.bfloat16) for heads in (2, 1))
+    interval = jax.ShapeDtypeStruct((1, 4 * 2048), jnp.int32)
+
+    def gradients(backend, *arrays):
+        local = functools.partial(attention, axis="ring", layout="zigzag", backend=backend)
+        call = jax.shard_map(local, in_specs=P(None, "ring"), out_specs=P(None, "ring"))
+        total = lambda q, k, v, *ends: jnp.sum(call(q, k, v, *ends).astype(jnp.float32))
+        return jax.eval_shape(jax.grad(total, (0, 1, 2)), *arrays)
+
+    arrays = q, k, k, interval, interval
+    with jax.set_mesh(split(4)):
+        assert [x.shape for x in gradients("xla", *arrays)] == [x.shape for x in arrays[:3]]
+        for backend in ("hopper", "triton"):
+            with pytest.raises(ValueError, match=f"jax.shard_map.*check_vma=False.* around backend = '{backend}'"):
+                gradients(backend, *arrays)
+
+
 def test_a_plan_that_cannot_be_is_refused_by_name():
+    with pytest.raises(ValueError, match="layout = 'zigzag' without an axis"):
+        Plan(layout="zigzag")
     for field, value in (
         ("backend", "cuda"),
         ("layout", "striped"),

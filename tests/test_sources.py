@@ -232,6 +232,9 @@ ODD = {
         '{"messages": [{"role": 1, "content": "q"}]}': "message 1 of 'messages': 'role' is a number, a string is wanted",
         '{"messages": [{"role": "user", "content": "q"}], "tools": "search"}': "field 'tools' is a string, but no JSON",
         '{"messages": [{"role": "user", "content": "q"}], "tools": ["search"]}': "field 'tools' is a list, a list of objects is wanted",
+        '{"messages": [{"role": "user", "content": "q", "content": "z"}]}': "the key 'content' stands twice in one object",
+        '{"messages": [{"role": "user", "content": "q"}], "tools": [{"a": {"b": 1, "b": 1}}]}': "the key 'b' stands twice in one object",
+        '{"messages": [{"role": "user", "content": "q"}], "tools": "[{\\"a\\": 1, \\"a\\": 2}]"}': "the key 'a' stands twice in one object",
     },
     "prompt": {
         '{"prompt": "p"}': "no field 'completion' (fields here: prompt); data.completion_field chooses it",

@@ -1,5 +1,6 @@
 """`python -m jaxllm.train` as a user runs it: trains, stops, goes on, exports, and refuses what cannot work."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -91,6 +92,35 @@ def run(config_file, output, *overrides, devices=1, code=0, before=()):
     return done.stdout + done.stderr
 
 
+@contextlib.contextmanager
+def started(config_file, output, *overrides, devices=1):
+    """The process of a run, its messages in `stdout`; killed if it is still there at the end of the `with`."""
+    process = subprocess.Popen(
+        command(config_file, output, *overrides),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(devices),
+    )
+    with process:  # closes its pipe and waits for it
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def interrupted(process, beginning, action):
+    """(exit code, all lines) of a run to which `action()` happened at the first line that begins so."""
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if line.startswith(beginning):
+            action()
+            break
+    seen += process.stdout.read().splitlines(keepends=True)
+    return process.wait(timeout=120), seen
+
+
 def metrics(output):
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return {line["step"]: line for line in lines if "loss" in line}
@@ -119,6 +149,7 @@ def test_a_run_learns_and_leaves_what_the_readme_says(config_file, tmp_path):
         "evaluation.every=20",
         "evaluation.holdout=0.1",
         "evaluation.prompt=item",
+        "evaluation.prompt_tokens=20",
         'checkpoint.export="float32"',
     )
     rows = metrics(output)
@@ -144,23 +175,10 @@ def test_stop_and_resume_is_bitwise_on_the_same_mesh(config_file, straight, tmp_
         assert np.array_equal(saved_parameters(output)[name], value), f"two straight runs differ in {name}"
     stopped = tmp_path / "stopped"
     # the schedule belongs to 10 steps, so the run is stopped and not made shorter
-    process = subprocess.Popen(
-        command(config_file, stopped, "steps=10"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment(8),
-    )
-    seen = ""
-    for line in process.stdout:
-        seen += line
-        if line.startswith("step 3/10"):
-            process.send_signal(signal.SIGINT)
-            break
-    seen += process.stdout.read()
-    assert process.wait(timeout=120) == 4, seen
-    assert "the same command goes on" in seen.splitlines()[-1]
-    done = int(re.search(r"at step (\d+)", seen.splitlines()[-1])[1])
+    with started(config_file, stopped, "steps=10", devices=8) as process:
+        code, seen = interrupted(process, "step 3/10", lambda: process.send_signal(signal.SIGINT))
+    assert code == 4 and "the same command goes on" in seen[-1], "".join(seen)
+    done = int(re.search(r"at step (\d+)", seen[-1])[1])
     assert 3 <= done < 10
     assert f"resuming from step {done}" in run(config_file, stopped, "steps=10", devices=8)
     want, got = saved_parameters(straight), saved_parameters(stopped)
@@ -384,37 +402,18 @@ def test_a_full_disk_names_the_last_good_checkpoint(config_file, tmp_path):
 
 
 def test_print_config_names_where_each_value_came_from(config_file, tmp_path):
-    done = subprocess.run(
-        [*command(config_file, tmp_path / "run", "steps=7"), "--print-config"],
-        capture_output=True,
-        text=True,
-        env=environment(),
-    )
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"steps = 7 .*command line", done.stdout)
-    assert re.search(r"hidden_size = 64 .*tiny\.toml:\d+", done.stdout)
-    assert re.search(r"weight_decay = 0\.1 .*default", done.stdout)
+    text = run(config_file, tmp_path / "run", "steps=7", "--print-config")
+    assert re.search(r"steps = 7 .*command line", text)
+    assert re.search(r"hidden_size = 64 .*tiny\.toml:\d+", text)
+    assert re.search(r"weight_decay = 0\.1 .*default", text)
     assert not (tmp_path / "run").exists()
 
 
 def test_two_runs_cannot_share_a_folder(config_file, tmp_path):
     output = tmp_path / "run"
-    process = subprocess.Popen(
-        command(config_file, output, "steps=100000"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment(),
-    )
-    try:
-        for line in process.stdout:
-            if line.startswith("step 1/"):
-                break
-        text = run(config_file, output, "steps=5", code=2)
-        assert "in use" in text
-    finally:
-        process.kill()
-        process.wait()
+    with started(config_file, output, "steps=100000") as process:
+        assert any(line.startswith("step 1/") for line in process.stdout)
+        assert "in use" in run(config_file, output, "steps=5", code=2)
     time.sleep(0.1)
     run(
         config_file,
@@ -469,22 +468,10 @@ def test_a_finished_run_still_exports_and_a_missing_step_is_not_called_finished(
 
 def test_sigterm_while_compiling_saves_and_the_run_goes_on(config_file, tmp_path):
     output = tmp_path / "run"
-    process = subprocess.Popen(
-        command(config_file, output, "steps=10"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment(),
-    )
-    seen = ""
-    for line in process.stdout:
-        seen += line
-        if line.startswith("compiling the training step ..."):
-            process.send_signal(signal.SIGTERM)
-            break
-    seen += process.stdout.read()
-    assert process.wait(timeout=120) == 4, seen
-    assert "stopped by SIGTERM at step 0; the checkpoint is complete" in seen
+    with started(config_file, output, "steps=10") as process:
+        begun = "compiling the training step ..."
+        code, seen = interrupted(process, begun, lambda: process.send_signal(signal.SIGTERM))
+    assert code == 4 and "stopped by SIGTERM at step 0; the checkpoint is complete" in "".join(seen), "".join(seen)
     assert "resuming from step 0" in run(config_file, output, "steps=10")
     assert list(metrics(output)) == list(range(1, 11))
 
@@ -575,21 +562,9 @@ def test_a_document_that_goes_bad_in_mid_run_costs_no_step(config_file, corpus, 
     copy, output = tmp_path / "corpus", tmp_path / "run"
     shutil.copytree(corpus, copy)
     common = (f"data.path={copy}", "optimizer.schedule=constant", "checkpoint.every=0")
-    process = subprocess.Popen(
-        command(config_file, output, "steps=100000", *common),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment(),
-    )
-    seen = ""
-    for line in process.stdout:
-        seen += line
-        if line.startswith("step 3/"):
-            shutil.rmtree(copy)
-            break
-    seen += process.stdout.read()
-    assert process.wait(timeout=120) == 2 and "has changed since the run began" in seen.splitlines()[-1], seen[-3000:]
+    with started(config_file, output, "steps=100000", *common) as process:
+        code, seen = interrupted(process, "step 3/", lambda: shutil.rmtree(copy))
+    assert code == 2 and "has changed since the run began" in seen[-1], "".join(seen[-40:])
     (step,) = (int(p.name) for p in (output / "checkpoints").iterdir())
     assert step >= 3 and step == max(metrics(output))
     shutil.copytree(corpus, copy)

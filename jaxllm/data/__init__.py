@@ -89,9 +89,9 @@ class DataConfig(Section):
     of other kinds are split, and no token is dropped."""
 
     on_bad: Literal["error", "skip", "replace"] = "error"
-    """What to do with a record that cannot be read (bytes that are no UTF-8, a malformed line, an object with one key
-    twice, a missing or differently typed field, an unreadable file). "error": stop before training, with file and line. "skip": leave it out and count
-    it. "replace": as "error", but bytes that are no UTF-8 become U+FFFD and are counted."""
+    """What to do with a record that cannot be read (bytes that are no UTF-8, a malformed line, a missing or differently
+    typed field, one of the fields in use or a key inside of it twice, an unreadable file). "error": stop before training, with file and line. "skip":
+    leave it out and count it. "replace": as "error", but bytes that are no UTF-8 become U+FFFD and are counted."""
 
     tokenizer: str | None = None
     """A folder with tokenizer.json, or such a file; "bpe:4096" trains a byte-level BPE of 4,096 entries on the training
@@ -107,7 +107,7 @@ class DataConfig(Section):
     """"text", "prompt": end each document with the EOS token; it is trained on. Not set: true."""
 
     seq_len: int = pydantic.Field(2048, ge=2)
-    """Tokens per row."""
+    """Tokens per row. Unset: model.max_position_embeddings where that is less than 2,048."""
 
     global_batch_size: int = pydantic.Field(8, ge=1)
     """Rows per optimizer step, over all devices and microbatches."""

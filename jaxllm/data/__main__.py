@@ -59,8 +59,12 @@ def show(cfg, count, step, out):
             for row in range(len(lanes))
             if rows["segment_ids"][row].any()
         )
+        shown = False
         for number, row, rows in itertools.islice(found, count):
+            shown = True
             _print_row(training.tokenizer, rows, row, {"step": number, "row": row}, out)
+    if not shown:
+        print(f"--at-step {step}: no rows, the data ends before that step", file=sys.stderr)
     print(training.summary, file=sys.stderr, flush=True)
     if wrong := too_few(training.source, cfg.data, cfg.seed):
         print(f"training will refuse this: {wrong}", file=sys.stderr, flush=True)

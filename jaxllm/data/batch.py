@@ -16,7 +16,7 @@ import socket
 import jax
 import numpy as np
 
-from jaxllm.attention import row_layout
+from jaxllm.attention import row_layout, row_places
 from jaxllm.data import cache, summary
 from jaxllm.data.pipeline import Pipeline, Rendering, cut_for, empty_rows
 from jaxllm.data.render import load_tokenizer, make_renderer, render_for
@@ -79,9 +79,7 @@ def _rows_per_microbatch(mesh, global_batch_size, num_microbatches):
 def _layout(mesh, seq_len, window):
     """(layout, places): how a row of seq_len tokens is laid out, and how many places it takes, completed by padding."""
     shards = _num_shards(mesh, 2)
-    layout = row_layout(shards, seq_len, window)
-    chunks = shards * (2 if layout == "zigzag" else 1)
-    return layout, -(-seq_len // chunks) * chunks
+    return row_layout(shards, seq_len, window), row_places(shards, seq_len, window)
 
 
 def _num_shards(mesh, dim):

@@ -379,13 +379,17 @@ class ChatRenderer(_ConversationRenderer):
             if trains[owner] and (begin < end or owner not in filled)
         ]
         controls, spans = {end: conversation.text[begin:end] for begin, end in conversation.controls}, []
-        closing, begins = self._closing(messages, tools, turns[-1]) if turns else None, {begin for begin, _ in tagged}
+        begins, asked_on = {begin for begin, _ in tagged}, False
+        ends = self._ends(self._render_or_none(messages[: turns[-1] + 1], tools)) if turns else set()
         for begin, end in tagged:
-            last = controls.get(begin + len(conversation.text[begin:end].rstrip()))
-            goes_on = begin < end and end in begins  # the turn's next part follows at once
-            if not goes_on and (last is None or last not in (closing, self.template.names.get("eos_token"))):
-                end = self._end_token(conversation, end, closing)
-            spans.append((begin, end))
+            written = conversation.text[begin:end].rstrip()
+            last = controls.get(begin + len(written)) if written else None
+            if begin < end and end in begins:  # the turn's next part follows at once
+                spans.append((begin, end))
+                continue
+            if last not in ends and not asked_on:
+                ends, asked_on = ends | self._ends(self._before_question(messages, tools, turns[-1])), True
+            spans.append((begin, end if last in ends else self._end_token(conversation, end, ends)))
         return spans
 
     def _owners(self, text, messages, tools, tagged, turns, trains):
@@ -466,32 +470,40 @@ class ChatRenderer(_ConversationRenderer):
                     begin = len(asked)
         answered = self._render_or_none(messages[: number + 1], tools)
         if answered is not None and text.startswith(answered):
-            last = bisect.bisect_right(conversation.controls, (len(answered), len(answered))) - 1
-            start, stop = conversation.controls[last] if last >= 0 else (0, 0)
-            if stop <= (begin or 0) or text[stop : len(answered)].strip() or text[start:stop] not in self.special:
+            end = self._end_before(conversation, begin or 0, len(answered))
+            if end is None:
                 raise BadRecord(self._lacking(NO_END))
-            end = stop
-        elif answered is not None and begin is not None:
-            end = self._end_before_close(conversation, begin, answered)
+        elif begin is not None:
+            before = self._before_question(messages, tools, number)
+            if before is not None and text.startswith(before):
+                end = self._end_before(conversation, begin, len(before))
         if begin is None or end is None:
             first, last = self._content_place(text, messages, tools, number)
             begin = first if begin is None else begin
-            end = self._end_token(conversation, last, self._closing(messages, tools, number)) if end is None else end
+            ends = self._ends(answered) if end is None else set()
+            end = self._end_token(conversation, last, ends) if end is None else end
         return begin, end
 
-    def _end_before_close(self, conversation, begin, answered):
-        """Where the end token ends of a turn that is not the last, if all that `answered`, the conversation up to there,
-        writes otherwise is special tokens behind it that close a conversation, as Phi-3's EOS does; else None."""
-        text = conversation.text
-        same = len(os.path.commonprefix([text, answered]))  # noqa: RUF071  character by character is wanted
-        ends = [end for _, end in conversation.controls]
-        following = bisect.bisect_right(ends, same)
-        if following < len(ends) and conversation.controls[following][0] < same:
-            same = conversation.controls[following][0]  # the two spell different tokens that begin alike
-        closing, turn = answered[same:], conversation.controls[following - 1] if following else (0, 0)
-        if turn[1] <= begin or text[turn[1] : same].strip() or text[slice(*turn)] not in self.special:
-            return None
-        return turn[1] if closing.strip() and not self.controls.sub("", closing).strip() else None
+    def _end_before(self, conversation, begin, place):
+        """Where the end token ends that is the last thing but white space before a place of the text, and behind `begin`;
+        None if something else is."""
+        last = bisect.bisect_right(conversation.controls, (place, place)) - 1
+        start, stop = conversation.controls[last] if last >= 0 else (0, 0)
+        ends_there = stop > begin and not conversation.text[stop:place].strip()
+        return stop if ends_there and conversation.text[start:stop] in self.special else None
+
+    def _before_question(self, messages, tools, number):
+        """The conversation up to a message as it is where the model is asked to go on, without what asks it; None if that
+        cannot be told. Some templates end a conversation otherwise: Phi-3's with an EOS behind the last turn's end token,
+        gpt-oss's with another token in its place."""
+        asked = self._render_or_none(messages[:number], tools, add_generation_prompt=True) or ""
+        unasked = self._render_or_none(messages[:number], tools) or ""
+        same = len(os.path.commonprefix([asked, unasked]))  # noqa: RUF071  character by character is wanted
+        for control in self.controls.finditer(asked):  # two different tokens may be spelled alike at their beginnings
+            same = control.start() if control.start() < same < control.end() else same
+        question = asked[same:]
+        asked_on = self._render_or_none(messages[: number + 1], tools, add_generation_prompt=True) or ""
+        return asked_on.removesuffix(question) if question and asked_on.endswith(question) else None
 
     def _render_or_none(self, messages, tools, **options):
         try:
@@ -499,21 +511,21 @@ class ChatRenderer(_ConversationRenderer):
         except BadRecord:  # it insists on whole conversations
             return None
 
-    def _closing(self, messages, tools, number):
-        """The special token that ends the turn of a message that is the last one, or None."""
-        text = (self._render_or_none(messages[: number + 1], tools) or "").rstrip()
-        return next(
-            (control for control in self.control_ids if control in self.special and text.endswith(control)), None
-        )
+    def _ends(self, answered):
+        """The texts of what may end a turn: the EOS, and the special token that ends `answered`, a conversation up to one;
+        None: it cannot be rendered."""
+        written = (answered or "").rstrip()
+        closing = next((name for name in self.control_ids if name in self.special and written.endswith(name)), None)
+        return {closing, self.template.names.get("eos_token")} - {None}
 
-    def _end_token(self, conversation, place, closing):
-        """Where the end token that follows a turn's text ends."""
+    def _end_token(self, conversation, place, ends):
+        """Where the end token, one of `ends`, ends that follows a turn's text."""
         text = conversation.text
         begin = place + len(text[place:]) - len(text[place:].lstrip())
         index = bisect.bisect_left(conversation.controls, (begin, begin))
         if index < len(conversation.controls) and conversation.controls[index][0] == begin:
             end = conversation.controls[index][1]
-            if text[begin:end] in (closing, self.template.names.get("eos_token")):
+            if text[begin:end] in ends:
                 return end
         raise BadRecord(self._lacking(NO_END))
 
@@ -547,8 +559,11 @@ class ChatRenderer(_ConversationRenderer):
 
     @functools.cached_property
     def _plain(self):
-        """The tokenizer with special tokens read from the text."""
-        return type(self.tokenizer.library).from_str(self.tokenizer.library.to_str())
+        """The tokenizer with special tokens read from the text. Without its post-processor, which may take the space that a
+        token begins with (Llama 3's does) out of the place that it gives for it."""
+        library = type(self.tokenizer.library).from_str(self.tokenizer.library.to_str())
+        library.post_processor = None
+        return library
 
     @functools.cached_property
     def _renamed(self):

@@ -82,17 +82,32 @@ def begins_with_object(path):
         return False
 
 
-def _without_twins(pairs):
+class _Twins(dict):
+    """A JSON object in which keys stood twice. twins: set of these."""
+
+
+def _object(pairs):
     found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twin = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twin!r} stands twice in one object, and which of the two counts is not agreed on")
+    if len(found) == len(pairs):
+        return found
+    names, found = [name for name, _ in pairs], _Twins(found)
+    found.twins = {name for name in names if names.count(name) > 1}
     return found
 
 
-parse_json = json.JSONDecoder(object_pairs_hook=_without_twins).decode
-"""json.loads, but a ValueError for an object with a key twice: parsers differ on which value it has (RFC 8259, section 4)."""
+parse_json = json.JSONDecoder(object_pairs_hook=_object).decode
+"""json.loads, with objects that `_refuse_twins` knows again if a key stands twice in them: parsers differ on which value it has
+(RFC 8259, section 4)."""
+
+
+def _refuse_twins(value, used=None):
+    """Raises Bad when a key stands twice in an object that parse_json made: one of `used`, or, anywhere in it, any."""
+    twins = getattr(value, "twins", set())
+    if twins := sorted(twins if used is None else twins.intersection(used)):
+        raise Bad(f"the key {twins[0]!r} stands twice in one object, and which of the two counts is not agreed on")
+    for part in (value.values() if isinstance(value, dict) else value) if used is None else ():
+        if isinstance(part, dict | list):
+            _refuse_twins(part)
 
 
 def _library(name, path, package=None):
@@ -350,6 +365,7 @@ class Records:
         """The record of an object or row, None if it is empty; raises Bad. counting: add what is replaced to the
         counts."""
         columns = self.columns(row)
+        _refuse_twins(row, columns)
         if self.kind == "tokens":
             ids = self._tokens(columns[0], row[columns[0]])
             for name in columns[1:]:
@@ -423,6 +439,7 @@ class Records:
                 f"field {name!r} is {kind_of(messages)}, a list of messages is wanted; "
                 "data.messages_field chooses the field"
             )
+        _refuse_twins(messages)
         record = {"messages": [_message(message, f"message {n} of {name!r}") for n, message in enumerate(messages, 1)]}
         tools = row.get("tools")
         if isinstance(tools, str):  # a table's column has one type, but every tool its own parameters
@@ -433,6 +450,7 @@ class Records:
         if tools:
             if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
                 raise Bad(f"field 'tools' is {kind_of(tools)}, a list of objects is wanted")
+            _refuse_twins(tools)
             record["tools"] = tools
         return record if record["messages"] else None
 

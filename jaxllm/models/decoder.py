@@ -18,7 +18,7 @@ from jaxllm.attention import AttentionConfig
 from jaxllm.layers import Embedding, RMSNorm, check_rope, rope_frequencies, rotary_tables
 from jaxllm.linear import PrecisionConfig
 from jaxllm.moe import MoEConfig
-from jaxllm.section import Section
+from jaxllm.section import Section, UserError
 from jaxllm.sharding import constrain
 
 ATTENTION_NAMES = ("attn_out", "attn_lse")
@@ -79,7 +79,7 @@ class ModelConfig(Section):
     hidden_act: Literal["silu"] = "silu"
     rms_norm_eps: float = pydantic.Field(1e-5, gt=0)
     max_position_embeddings: int = pydantic.Field(2048, ge=1)
-    """Longest row that the model is meant for, in tokens; a longer data.seq_len needs scaled rope_parameters."""
+    """Longest row that the model is meant for, in tokens; a longer one is refused unless rope_parameters are scaled for it."""
     sliding_window: int | None = pydantic.Field(None, ge=1)
     """Each token sees only this many last tokens, itself included; none: all of its document."""
     num_local_experts: int | None = pydantic.Field(None, ge=1)
@@ -88,8 +88,8 @@ class ModelConfig(Section):
     """Experts that each token goes through."""
     router_aux_loss_coef: float | None = pydantic.Field(None, ge=0)
     """Weight of the loss that balances the experts (moe.aux_loss)."""
-    router_jitter_noise: float | None = pydantic.Field(None, ge=0, le=0)
-    """Noise on the router's input; only 0 is supported."""
+    router_jitter_noise: float | None = pydantic.Field(None, ge=0, lt=1)
+    """In training, what the router and the experts read is multiplied by random numbers from [1 - this, 1 + this)."""
     rope_parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
     tie_word_embeddings: bool = False
     attention_bias: bool = False
@@ -145,6 +145,28 @@ class ModelConfig(Section):
         return self
 
     @property
+    def keeps_products(self) -> bool:
+        """Whether rematerialisation keeps what the weights' products yield."""
+        return self.remat in ("none", "dots")
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest row that positions are meant for: max_position_embeddings, or what scaled rope_parameters make of a shorter length,
+        `factor` times original_max_position_embeddings or, for the types that name none (linear, dynamic), times max_position_embeddings."""
+        original = self.rope_parameters.get("original_max_position_embeddings", self.max_position_embeddings)
+        return max(self.max_position_embeddings, int(original * self.rope_parameters.get("factor", 1)))
+
+    def check_length(self, name: str, length: int) -> None:
+        """UserError if rows of so many tokens, which the message calls `name`, are longer than the model's positions are meant for."""
+        if length > self.longest_row:
+            stretched = f", stretched to {self.longest_row} by its rope_parameters"
+            raise UserError(
+                f"{name}: {length} tokens are more than model.max_position_embeddings = {self.max_position_embeddings}"
+                f"{stretched if self.longest_row > self.max_position_embeddings else ''}: the model's positions mean nothing behind those. Shorten "
+                "the rows, or raise model.max_position_embeddings; a model that was trained with fewer needs scaled model.rope_parameters with them"
+            )
+
+    @property
     def matmul_parameters(self) -> int:
         """Weights that each token is multiplied by, lm_head and its experts included, the embedding look-up and other experts not."""
         attention = 2 * self.hidden_size * self.head_dim * (self.num_attention_heads + self.num_key_value_heads)
@@ -195,27 +217,33 @@ class Decoder(nnx.Module):
         head = lambda: LMHead(config.vocab_size, size, precision, stddev=stddev, rngs=rngs)
         self.lm_head = None if config.tie_word_embeddings else head()
 
-    def __call__(self, tokens, positions, k_start, k_end, layout="contiguous", row_length=None):
+    def __call__(self, tokens, positions, k_start, k_end, layout="contiguous", row_length=None, noise=None):
         """All i32[B, T]: token ids, place in the document, interval of keys each token sees -> ([B, T, E] in the compute dtype, what layers
         record: `moe.statistics`, stacked over layers, or nothing).
 
         layout: the order of the T places (`attention.row_layout`). row_length: tokens of a row, without what completes it for the
-        devices; only rope types that depend on the length ask."""
+        devices; rope types that depend on the length ask, and UserError if the model's positions are not meant for it. noise: (random key of the
+        step, i32[B], the rows' numbers in the batch) in training; None in evaluation, where layers add no noise and drop nothing."""
         config, compute = self.config, self.precision.compute
+        length = row_length or tokens.shape[1]
+        config.check_length("a row", length)
         inverse, factor = rope_frequencies(
-            config.rope_parameters, config.head_dim, config.max_position_embeddings, row_length or tokens.shape[1]
+            config.rope_parameters, config.head_dim, config.max_position_embeddings, length
         )
         cos, sin = rotary_tables(positions, inverse, factor, compute)
         graphdef, layers = nnx.split(self.layers)
 
-        def layer(x, weights):
+        def layer(x, weights_and_key):
+            weights, key = weights_and_key
             x = checkpoint_name(constrain(x, "batch", "sequence", "embed"), "block_input")
-            x, seen = nnx.merge(graphdef, weights)(x, cos, sin, k_start, k_end, layout)
+            own_noise = None if noise is None else (key, noise[1])
+            x, seen = nnx.merge(graphdef, weights)(x, cos, sin, k_start, k_end, layout, own_noise)
             return constrain(x, "batch", "sequence", "embed"), seen
 
         # prevent_cse guards against undoing the recomputation outside loops; inside scan it only adds barriers.
         layer = jax.checkpoint(layer, policy=REMAT[config.remat], prevent_cse=False)
-        x, seen = jax.lax.scan(layer, self.embed_tokens(tokens), layers)
+        keys = None if noise is None else jax.random.split(noise[0], config.num_hidden_layers)
+        x, seen = jax.lax.scan(layer, self.embed_tokens(tokens), (layers, keys))
         return self.norm(x), seen
 
     @property

@@ -23,8 +23,8 @@ class Block(nnx.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, precision)
         self.mlp = MLP(config, precision, rngs=rngs)
 
-    def __call__(self, x, cos, sin, k_start, k_end, layout):
-        """x [B, T, E] -> ([B, T, E], nothing to record); the rest as in `layers.Attention`."""
+    def __call__(self, x, cos, sin, k_start, k_end, layout, noise=None):
+        """x [B, T, E] -> ([B, T, E], nothing to record); the rest as in `layers.Attention`. noise: what families with random layers are given."""
         with jax.named_scope("self_attn"):
             x = x + self.self_attn(self.input_layernorm(x), cos, sin, k_start, k_end, layout)
         with jax.named_scope("mlp"):

@@ -26,6 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxllm_kernels import ring
 
 BACKENDS = ("xla", "hopper", "triton")
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 def load_backend(name):
@@ -49,6 +50,10 @@ class Plan:
         for field, known in choices.items():
             if getattr(self, field) not in known:
                 raise ValueError(f"attention: {field} = {getattr(self, field)!r} is none of {', '.join(known)}")
+        if self.layout != "contiguous" and self.axis is None:
+            raise ValueError(
+                f"attention: layout = {self.layout!r} without an axis; name the one that splits the tokens"
+            )
         whole = isinstance(self.window, int) and not isinstance(self.window, bool)
         if self.window is not None and not (whole and self.window >= 1):
             raise ValueError(
@@ -84,10 +89,11 @@ def attention(
     fetches all keys at once. window: with causal intervals (k_end = own index + 1), the number of last keys that a query sees; ring steps in
     which nobody sees anything are not sent. aligned: a promise that T == S, place i of q and of k is the same token and query i sees
     no key behind i; then what stands at padding places, NaN included, has no influence. An axis implies it.
+    The surrounding shard_map has check_vma=False, which "xla" alone can do without.
     Lengths and head dims that the backend's tiles do not fit are completed with zeros here; the kernels refuse them.
 
-    ValueError: an unknown backend, layout or communication, a window below 1, shapes or dtypes that do not go together, a head dim above the
-    backend's largest, an odd T with zigzag.
+    ValueError: an unknown backend, layout or communication, a layout without an axis, a window below 1, shapes or dtypes that do not go
+    together, a head dim above the backend's largest, an odd T with zigzag, a shard_map that checks types around a kernel for GPUs.
     Papers: FlashAttention-2 (arXiv 2307.08691), Ring Attention (arXiv 2310.01889), FlashAttention-3 (arXiv 2407.08608; `hopper`).
     """
     plan = Plan(backend, axis, layout, communication, window, aligned)
@@ -104,7 +110,8 @@ def _attention(q, k, v, k_start, k_end, plan):
 
 
 def _forward(q, k, v, k_start, k_end, plan):
-    out, lse = forward(plan, q, k, v, k_start, k_end)
+    # The barrier: XLA of JAX 0.11 writes what a scan keeps by a copy of the call that made it, and would run the kernel twice.
+    out, lse = jax.lax.optimization_barrier(forward(plan, q, k, v, k_start, k_end))
     out, lse = checkpoint_name(out, "attn_out"), checkpoint_name(lse, "attn_lse")
     return out, (q, k, v, k_start, k_end, out, lse)
 
@@ -150,7 +157,7 @@ def _check(plan, q, k, v, k_start, k_end):
     need(q.ndim == k.ndim == 4 and k.shape == v.shape, "q [B, T, H, D] and k, v [B, S, K, D]", shapes)
     need(q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3], "one B and one D in q, k and v", shapes)
     need(q.dtype == k.dtype == v.dtype, "one dtype in q, k and v", f"{q.dtype}, {k.dtype}, {v.dtype}")
-    need(jnp.issubdtype(q.dtype, jnp.floating), "floating-point q, k and v", q.dtype)
+    need(q.dtype in DTYPES, "float32, bfloat16 or float16 q, k and v", q.dtype)
     need(k.shape[2] and q.shape[2] % k.shape[2] == 0, "query heads that are a multiple of the key heads", shapes)
     need(q.shape[1] and k.shape[1], "at least one query and one key", shapes)
     need(not (plan.aligned or plan.axis) or q.shape[1] == k.shape[1], "T == S for self-attention", shapes)
@@ -160,6 +167,9 @@ def _check(plan, q, k, v, k_start, k_end):
     head_dims = load_backend(plan.backend).HEAD_DIMS
     advice = f"{plan.backend!r} takes head dims up to {head_dims and head_dims[-1]}; 'xla' takes any"
     need(not head_dims or q.shape[3] <= head_dims[-1], "a smaller head dim", f"{q.shape[3]}; {advice}")
+    # The kernels' results and loops do not carry the types that are checked; refused here, for what JAX says of it names neither.
+    checked = plan.backend != "xla" and jax.typeof(q).manual_axis_type.varying
+    need(not checked, f"jax.shard_map(..., check_vma=False) around backend = {plan.backend!r}", "one that checks")
     odd = plan.axis is not None and plan.layout == "zigzag" and q.shape[1] % 2
     need(not odd, "an even number of tokens on each device for zigzag", f"{q.shape[1]}; pad the rows")
 

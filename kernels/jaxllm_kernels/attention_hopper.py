@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxllm_kernels import attention_hopper_kernels as kernels
 from jaxllm_kernels.attention_hopper_kernels import FLOOR, Plan
-from jaxllm_kernels.attention_hopper_mosaic import LOG2E, Mosaic
+from jaxllm_kernels.hopper_mosaic import LOG2E, Mosaic
 
 HEAD_DIMS = (64, 128, 256)
 TILE = 128  # T and S are multiples of it

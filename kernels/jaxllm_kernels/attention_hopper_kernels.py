@@ -21,7 +21,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxllm_kernels.attention_hopper_mosaic import (
+from jaxllm_kernels.hopper_mosaic import (
     CONSUMERS,
     LOG2E,
     PER_COLUMN,
@@ -31,16 +31,14 @@ from jaxllm_kernels.attention_hopper_mosaic import (
     operand_memory,
     per_column,
     per_row,
+    roles,
+    see_the_end,
+    slot_of,
     turned,
 )
 
 ROWS = 64  # rows of a consumer: the height of a warpgroup's product
 FLOOR = -1e30  # the running maximum of a row that has seen nothing: finite, so that no inf - inf appears
-_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = (
-    240,
-    24,
-)  # of a thread: 2 x 240 + 24 = 3 x 168, which is what a block starts with
-
 f32, i32 = jnp.float32, jnp.int32
 
 
@@ -59,10 +57,6 @@ class Plan:
     def block(self):
         """Rows of a block."""
         return ROWS if self.split else CONSUMERS * ROWS
-
-
-def _slot(n, plan):
-    return lax.rem(n, jnp.int32(plan.stages))
 
 
 def _loops(bound, step, start, carry=None):
@@ -92,45 +86,33 @@ def half(ref, which):
     return lambda *at: ref.at[(which, *at) if len(ref.shape) == 5 else at]
 
 
-def _stream_keys(plan, first, last, at, slots):
-    """Producer of forward and dq: keys and values of tiles [first, last). at: the (batch, head) of the keys; slots: (source, memory, full,
-    free) of each."""
+def _own_queries(plan, T, bounds_ref):
+    """Of a block of forward or dq: (batch, head, bound(0 to 3), rows_of(consumer) in T)."""
+    b, h = lax.axis_index("batch"), lax.axis_index("head")
+    i = T // plan.block - 1 - lax.axis_index("tile")  # a causal mask's longest rows first: short ones fill the tail
+    return b, h, lambda part: bounds_ref[b, i, part], lambda w: pl.ds(i * plan.block + w * ROWS, ROWS)
+
+
+def _stream_keys(plan, first, last, b, key_head, slots):
+    """Producer of forward and dq: keys and values of tiles [first, last). slots: (source, memory, full, free) of each."""
 
     def fetch(j, _):
         n, rows = j - first, pl.ds(j * plan.streamed, plan.streamed)
-        slot = _slot(n, plan)
+        slot = slot_of(n, plan)
         for source, memory, full, free in slots:
             # ORDER: a slot is refilled only after both consumers have said that no product reads it any more
             pl.when(n >= plan.stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
-            plgpu.copy_gmem_to_smem(source(at[0], rows, at[1]), memory.at[slot], full.at[slot])
+            plgpu.copy_gmem_to_smem(source(b, rows, key_head), memory.at[slot], full.at[slot])
 
     lax.fori_loop(first, last, fetch, None)
-    _see_the_end(plan, last - first, [free for *_, free in slots])
+    see_the_end(plan, last - first, [free for *_, free in slots])
 
 
-def _see_the_end(plan, count, barriers):
-    """The producer waits for the last releases: no barrier may end with a phase that nobody saw (the interpreter insists)."""
-
-    def wait(n, _):
-        for free in barriers:
-            plgpu.barrier_wait(free.at[_slot(n, plan)])
-
-    lax.fori_loop(jnp.maximum(count - plan.stages, 0), count, wait, None)
-
-
-def _roles(producer, consumer):
-    """Runs `consumer(number)` on the consumers and `producer()` on the remaining warpgroup, each with its share of the registers."""
-    warpgroup = lax.axis_index("warpgroup")
-
-    @pl.when(warpgroup == CONSUMERS)
-    def _():
-        plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
-        producer()
-
-    @pl.when(warpgroup < CONSUMERS)
-    def _():
-        plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
-        consumer(warpgroup)
+def _key_slots(plan, D, dtype):
+    """Scratch of forward and dq: what `_stream_keys` fills."""
+    tiles = {name: operand_memory((plan.stages, plan.streamed, D), dtype) for name in ("k_s", "v_s")}
+    full = {name: plgpu.Barrier(num_barriers=plan.stages) for name in ("k_full", "v_full")}
+    return tiles | full | {name: _free(plan) for name in ("k_free", "v_free")}
 
 
 def _free(plan):
@@ -152,10 +134,7 @@ def forward(q, k, v, intervals, bounds, sums=(), *, plan: Plan, scale: float, mo
         q_ref, k_ref, v_ref, intervals_ref, bounds_ref, *outs,
         q_s, k_s, v_s, intervals_s, rows_s, q_full, k_full, v_full, k_free, v_free, turn, p_s,
     ):  # fmt: skip
-        b, h = lax.axis_index("batch"), lax.axis_index("head")
-        i = T // plan.block - 1 - lax.axis_index("tile")  # a causal mask's longest rows first: short ones fill the tail
-        bound = lambda part: bounds_ref[b, i, part]
-        rows_of = lambda w: pl.ds(i * plan.block + w * ROWS, ROWS)
+        b, h, bound, rows_of = _own_queries(plan, T, bounds_ref)
 
         def producer():
             for w in range(CONSUMERS):
@@ -165,8 +144,9 @@ def forward(q, k, v, intervals, bounds, sums=(), *, plan: Plan, scale: float, mo
                 if sums:
                     plgpu.copy_gmem_to_smem(outs[1].at[b, h, rows], rows_s.at[0, w], full)
                     plgpu.copy_gmem_to_smem(outs[2].at[b, h, rows], rows_s.at[1, w], full)
+            key_head = lax.div(h, jnp.int32(H // K))
             slots = ((half(k_ref, 0), k_s, k_full, k_free), (half(v_ref, 1), v_s, v_full, v_free))
-            _stream_keys(plan, bound(0), bound(3), (b, lax.div(h, jnp.int32(H // K))), slots)
+            _stream_keys(plan, bound(0), bound(3), b, key_head, slots)
 
         def consumer(w):
             rows, first = rows_of(w), bound(0)
@@ -186,7 +166,7 @@ def forward(q, k, v, intervals, bounds, sums=(), *, plan: Plan, scale: float, mo
 
             def step(j, carry, masked):
                 acc, m, l = carry
-                slot = _slot(j - first, plan)
+                slot = slot_of(j - first, plan)
                 plgpu.barrier_wait(k_full.at[slot])
 
                 def scores(s_acc):
@@ -228,7 +208,7 @@ def forward(q, k, v, intervals, bounds, sums=(), *, plan: Plan, scale: float, mo
                 plgpu.copy_smem_to_gmem(memory, target)
             plgpu.wait_smem_to_gmem(0)  # ORDER: shared memory outlives the copies that read it
 
-        _roles(producer, consumer)
+        roles(producer, consumer)
 
     return mosaic.launch(
         attention_forward,
@@ -238,15 +218,10 @@ def forward(q, k, v, intervals, bounds, sums=(), *, plan: Plan, scale: float, mo
         sums=sums,
         scratch=dict(
             q_s=operand_memory((CONSUMERS, ROWS, D), dtype),
-            k_s=operand_memory((plan.stages, plan.streamed, D), dtype),
-            v_s=operand_memory((plan.stages, plan.streamed, D), dtype),
             intervals_s=plgpu.SMEM((CONSUMERS, 2, ROWS), i32),
             rows_s=plgpu.SMEM((2, CONSUMERS, ROWS), f32),
             q_full=plgpu.Barrier(num_arrivals=4 if sums else 2, num_barriers=CONSUMERS),
-            k_full=plgpu.Barrier(num_barriers=plan.stages),
-            v_full=plgpu.Barrier(num_barriers=plan.stages),
-            k_free=_free(plan),
-            v_free=_free(plan),
+            **_key_slots(plan, D, dtype),
             turn=plgpu.Barrier(num_arrivals=CONSUMERS),
             p_s=mosaic.desks(tile, dtype),
         ),
@@ -270,10 +245,7 @@ def dq(q, k, v, do, rows, intervals, bounds, into=(), *, plan: Plan, scale: floa
         q_ref, k_ref, v_ref, do_ref, rows_ref, intervals_ref, bounds_ref, dq_ref,
         *, q_s, do_s, k_s, v_s, rows_s, intervals_s, q_full, k_full, v_full, k_free, v_free, ds_s,
     ):  # fmt: skip
-        b, h = lax.axis_index("batch"), lax.axis_index("head")
-        i = T // plan.block - 1 - lax.axis_index("tile")  # as in forward
-        bound = lambda part: bounds_ref[b, i, part]
-        rows_of = lambda w: pl.ds(i * plan.block + w * ROWS, ROWS)
+        b, h, bound, rows_of = _own_queries(plan, T, bounds_ref)
 
         def producer():
             for w in range(query_tiles):
@@ -282,8 +254,9 @@ def dq(q, k, v, do, rows, intervals, bounds, into=(), *, plan: Plan, scale: floa
                 plgpu.copy_gmem_to_smem(do_ref.at[b, rows, h], do_s.at[w], full)
                 plgpu.copy_gmem_to_smem(rows_ref.at[b, h, :, rows], rows_s.at[w], full)
                 plgpu.copy_gmem_to_smem(intervals_ref.at[b, :, rows], intervals_s.at[w], full)
+            key_head = lax.div(h, jnp.int32(H // K))
             slots = ((half(k_ref, 0), k_s, k_full, k_free), (half(v_ref, 1), v_s, v_full, v_free))
-            _stream_keys(plan, bound(0), bound(3), (b, lax.div(h, jnp.int32(H // K))), slots)
+            _stream_keys(plan, bound(0), bound(3), b, key_head, slots)
 
         def consumer(w):
             own = 0 if plan.split else w  # which queries
@@ -295,7 +268,7 @@ def dq(q, k, v, do, rows, intervals, bounds, into=(), *, plan: Plan, scale: floa
             def accumulate(dq_acc):
                 def step(j, _, masked):
                     n = j - first
-                    slot = _slot(n, plan)
+                    slot = slot_of(n, plan)
                     plgpu.barrier_wait(k_full.at[slot])
 
                     def gradient_of_scores(s_acc, dp_acc):
@@ -304,7 +277,7 @@ def dq(q, k, v, do, rows, intervals, bounds, into=(), *, plan: Plan, scale: floa
                         plgpu.wgmma(dp_acc, do_s.at[own], turned(v_s.at[slot]))
                         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)  # dp may still run
                         if plan.overlap:  # ORDER: products end in order, so that of the tile before has ended too
-                            before = k_free.at[_slot(n + plan.stages - 1, plan)]
+                            before = k_free.at[slot_of(n + plan.stages - 1, plan)]
                             pl.when(n > 0)(functools.partial(plgpu.barrier_arrive, before))
                         p = jnp.exp2(s * factor - per_row(lse, tile))
                         dp = dp_acc[...]
@@ -328,12 +301,12 @@ def dq(q, k, v, do, rows, intervals, bounds, into=(), *, plan: Plan, scale: floa
                 target[...] = out + mosaic.load_global(target, TILE) if into else out
                 if plan.overlap:  # ORDER: reading dq_acc has waited for the last product
                     count = end - first
-                    last = k_free.at[_slot(count + plan.stages - 1, plan)]
+                    last = k_free.at[slot_of(count + plan.stages - 1, plan)]
                     pl.when(count > 0)(functools.partial(plgpu.barrier_arrive, last))
 
             pl.run_scoped(accumulate, plgpu.ACC((ROWS, width), f32))
 
-        _roles(producer, consumer)
+        roles(producer, consumer)
 
     return mosaic.launch(
         attention_dq,
@@ -344,15 +317,10 @@ def dq(q, k, v, do, rows, intervals, bounds, into=(), *, plan: Plan, scale: floa
         scratch=dict(
             q_s=operand_memory((query_tiles, ROWS, D), dtype),
             do_s=operand_memory((query_tiles, ROWS, D), dtype),
-            k_s=operand_memory((plan.stages, plan.streamed, D), dtype),
-            v_s=operand_memory((plan.stages, plan.streamed, D), dtype),
             rows_s=plgpu.SMEM((query_tiles, 2, ROWS), f32),
             intervals_s=plgpu.SMEM((query_tiles, 2, ROWS), i32),
             q_full=plgpu.Barrier(num_arrivals=4, num_barriers=query_tiles),
-            k_full=plgpu.Barrier(num_barriers=plan.stages),
-            v_full=plgpu.Barrier(num_barriers=plan.stages),
-            k_free=_free(plan),
-            v_free=_free(plan),
+            **_key_slots(plan, D, dtype),
             ds_s=mosaic.desks(tile, dtype),
         ),
     )
@@ -393,7 +361,7 @@ def dkv(q, k, v, do, rows, intervals, bounds, into=(), *, plan: Plan, scale: flo
             def stream_head(h, before):  # before: tiles streamed for the heads before this one
                 def fetch(i, offset):
                     n, rows = i + offset, pl.ds(i * plan.streamed, plan.streamed)
-                    slot = _slot(n, plan)
+                    slot = slot_of(n, plan)
                     # ORDER: as in _stream_keys
                     pl.when(n >= plan.stages)(functools.partial(plgpu.barrier_wait, q_free.at[slot]))
                     plgpu.copy_gmem_to_smem(q_ref.at[b, rows, h], q_s.at[slot], q_full.at[slot])
@@ -407,7 +375,7 @@ def dkv(q, k, v, do, rows, intervals, bounds, into=(), *, plan: Plan, scale: flo
                 return offset + bound(3)
 
             count = lax.fori_loop(first_head, first_head + groups_ref[0], stream_head, jnp.int32(0))
-            _see_the_end(plan, count, (q_free, do_free))
+            see_the_end(plan, count, (q_free, do_free))
 
         def consumer(w):
             own = 0 if plan.split else w  # which keys
@@ -417,14 +385,14 @@ def dkv(q, k, v, do, rows, intervals, bounds, into=(), *, plan: Plan, scale: flo
 
             def accumulate(dk_acc, dv_acc):
                 def step(n, _, masked):
-                    slot = _slot(n, plan)
+                    slot = slot_of(n, plan)
                     plgpu.barrier_wait(q_full.at[slot])
 
                     def gradient_of_scores(s_acc, dp_acc):
                         plgpu.wgmma(s_acc, k_s.at[own], turned(q_s.at[slot]))
                         s = s_acc[...]
                         if plan.overlap:  # ORDER: everything issued so far has ended, dk of the tile before included
-                            before = q_free.at[_slot(n + plan.stages - 1, plan)]
+                            before = q_free.at[slot_of(n + plan.stages - 1, plan)]
                             pl.when(n > 0)(functools.partial(plgpu.barrier_arrive, before))
                         p = jnp.exp2(s * factor - per_column(mosaic.load(rows_s.at[slot, 0], PER_COLUMN), tile))
                         if masked:
@@ -455,12 +423,12 @@ def dkv(q, k, v, do, rows, intervals, bounds, into=(), *, plan: Plan, scale: flo
                     out = acc[...] * unit
                     target[...] = out + mosaic.load_global(target, TILE) if into else out
                 if plan.overlap:  # ORDER: reading dk_acc has waited for the last product
-                    last = q_free.at[_slot(count + plan.stages - 1, plan)]
+                    last = q_free.at[slot_of(count + plan.stages - 1, plan)]
                     pl.when(count > 0)(functools.partial(plgpu.barrier_arrive, last))
 
             pl.run_scoped(accumulate, plgpu.ACC((ROWS, width), f32), plgpu.ACC((ROWS, width), f32))
 
-        _roles(producer, consumer)
+        roles(producer, consumer)
 
     result = jax.ShapeDtypeStruct(k.shape[-4:], f32)
     return mosaic.launch(

@@ -33,6 +33,22 @@ def _interval(k_start, k_end, first_row, S: tl.constexpr, BLOCK_Q: tl.constexpr)
 
 
 @triton.jit
+def _own_queries(
+    k_start, k_end,
+    T: tl.constexpr, S: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """The tile of queries of a program in the grid (T / BLOCK_Q, H, B): (its first row, where its rows are in [B, H, T], where its head begins in
+    [B, T, H, D], where its key head does in [B, S, K, D], its rows' intervals low, high). The last queries of a causal mask have the most work: they
+    start first."""
+    row = (T // BLOCK_Q - 1 - tl.program_id(0)) * BLOCK_Q
+    head, batch = tl.program_id(1), tl.cast(tl.program_id(2), tl.int64)
+    rows = (batch * H + head) * T + row + tl.arange(0, BLOCK_Q)
+    first_query, first_key = batch * (T * H * D) + head * D, batch * (S * K * D) + head // (H // K) * D
+    low, high = _interval(k_start, k_end, batch * T + row, S, BLOCK_Q)
+    return row, rows, first_query, first_key, low, high
+
+
+@triton.jit
 def _loop_bounds(low, high, BLOCK_K: tl.constexpr):
     """Key indices (begin, plain_begin, plain_end, end), multiples of BLOCK_K: what some row sees, and inside it what all rows see. begin >= end: nothing."""
     begin = tl.min(low) // BLOCK_K * BLOCK_K
@@ -95,13 +111,8 @@ def forward(
     SCALE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Grid (T / BLOCK_Q, H, B). out [B, T, H, D] in its own dtype, lse f32[B, H, T] in base e."""
-    # the last queries of a causal mask have the most work: they start first
-    row = (T // BLOCK_Q - 1 - tl.program_id(0)) * BLOCK_Q
-    head, batch = tl.program_id(1), tl.cast(tl.program_id(2), tl.int64)
-    low, high = _interval(k_start, k_end, batch * T + row, S, BLOCK_Q)
+    row, rows, first_query, first_key, low, high = _own_queries(k_start, k_end, T, S, H, K, D, BLOCK_Q)
     begin, plain_begin, plain_end, end = _loop_bounds(low, high, BLOCK_K)
-    first_key = batch * (S * K * D) + head // (H // K) * D
-    first_query = batch * (T * H * D) + head * D
     q_tile = tl.load(_tile(q + first_query, row, H * D, BLOCK_Q, D))
     acc = tl.zeros([BLOCK_Q, D], tl.float32)
     m = tl.full([BLOCK_Q], -INF, tl.float32)
@@ -111,8 +122,7 @@ def forward(
     )  # fmt: skip
     total = tl.where(l > 0, l, 1.0)
     tl.store(_tile(out + first_query, row, H * D, BLOCK_Q, D), (acc / total[:, None]).to(out.dtype.element_ty))
-    lse_rows = lse + (batch * H + head) * T + row + tl.arange(0, BLOCK_Q)
-    tl.store(lse_rows, tl.where(l > 0, m * LN_2 + tl.log(total), -INF))
+    tl.store(lse + rows, tl.where(l > 0, m * LN_2 + tl.log(total), -INF))
 
 
 @triton.jit
@@ -122,14 +132,9 @@ def fold(
     SCALE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Grid (T / BLOCK_Q, H, B). acc f32[B, T, H, D], m (base 2) and l f32[B, H, T]; in and out are the same memory, so a tile without keys is left alone."""
-    row = (T // BLOCK_Q - 1 - tl.program_id(0)) * BLOCK_Q
-    head, batch = tl.program_id(1), tl.cast(tl.program_id(2), tl.int64)
-    low, high = _interval(k_start, k_end, batch * T + row, S, BLOCK_Q)
+    row, rows, first_query, first_key, low, high = _own_queries(k_start, k_end, T, S, H, K, D, BLOCK_Q)
     begin, plain_begin, plain_end, end = _loop_bounds(low, high, BLOCK_K)
     if begin < end:
-        first_key = batch * (S * K * D) + head // (H // K) * D
-        first_query = batch * (T * H * D) + head * D
-        rows = (batch * H + head) * T + row + tl.arange(0, BLOCK_Q)
         q_tile = tl.load(_tile(q + first_query, row, H * D, BLOCK_Q, D))
         acc = tl.load(_tile(acc_in + first_query, row, H * D, BLOCK_Q, D))
         m, l = tl.load(m_in + rows), tl.load(l_in + rows)
@@ -166,14 +171,9 @@ def dq(
     SCALE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Grid (T / BLOCK_Q, H, B). Adds to f32[B, T, H, D]; `into` and `out` are the same memory, so a tile without keys is left alone."""
-    row = (T // BLOCK_Q - 1 - tl.program_id(0)) * BLOCK_Q
-    head, batch = tl.program_id(1), tl.cast(tl.program_id(2), tl.int64)
-    low, high = _interval(k_start, k_end, batch * T + row, S, BLOCK_Q)
+    row, rows, first_query, first_key, low, high = _own_queries(k_start, k_end, T, S, H, K, D, BLOCK_Q)
     begin, plain_begin, plain_end, end = _loop_bounds(low, high, BLOCK_K)
     if begin < end:
-        first_key = batch * (S * K * D) + head // (H // K) * D
-        first_query = batch * (T * H * D) + head * D
-        rows = (batch * H + head) * T + row + tl.arange(0, BLOCK_Q)
         q_tile = tl.load(_tile(q + first_query, row, H * D, BLOCK_Q, D))
         do_tile = tl.load(_tile(do + first_query, row, H * D, BLOCK_Q, D))
         lse_tile, delta_tile = tl.load(lse + rows) * LOG2_E, tl.load(delta + rows)

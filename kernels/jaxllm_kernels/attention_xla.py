@@ -22,14 +22,20 @@ MAX_SECTIONS = 8  # unrolled sections: compile time against causal waste (1/16 o
 _barrier = jax.lax.optimization_barrier
 
 
-def _nt(a, b, dtype=None):
-    """[n, i, d] x [n, j, d] -> [n, i, j]"""
-    return jax.lax.dot_general(a, b, (((2,), (2,)), ((0,), (0,))), preferred_element_type=dtype)
+def _product(a, b, contract):
+    """f32. float32 means float32: by default a GPU would round the operands to TF32 (10 bits)."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jax.lax.dot_general(a, b, (contract, ((0,), (0,))), precision=precision, preferred_element_type=jnp.float32)
 
 
-def _nn(a, b, dtype=None):
-    """[n, i, j] x [n, j, d] -> [n, i, d]"""
-    return jax.lax.dot_general(a, b, (((2,), (1,)), ((0,), (0,))), preferred_element_type=dtype)
+def _nt(a, b):
+    """[n, i, d] x [n, j, d] -> f32[n, i, j]"""
+    return _product(a, b, ((2,), (2,)))
+
+
+def _nn(a, b):
+    """[n, i, j] x [n, j, d] -> f32[n, i, d]"""
+    return _product(a, b, ((2,), (1,)))
 
 
 def _sections(T):
@@ -65,7 +71,7 @@ def _scores(q, k, k_start, k_end, scale):
     seen = jnp.arange(k.shape[1])[None, None, :]
     seen = (seen >= k_start[:, :, None]) & (seen < k_end[:, :, None])
     shape = (B, n // B, positions, rows // positions, k.shape[1])
-    scores = (_nt(q, k, jnp.float32) * scale).reshape(shape)
+    scores = (_nt(q, k) * scale).reshape(shape)
     return jnp.where(seen[:, None, :, None, :], scores, -jnp.inf).reshape(n, rows, k.shape[1])
 
 
@@ -92,7 +98,7 @@ def forward(q, k, v, k_start, k_end, *, aligned, scale, dtype=None):
         peak = jnp.where(peak == -jnp.inf, 0.0, peak)
         p = jnp.exp(s - peak)
         total = jnp.sum(p, axis=-1, keepdims=True)
-        out = _nn(p.astype(v.dtype), v_part, jnp.float32) / jnp.where(total > 0, total, 1.0)
+        out = _nn(p.astype(v.dtype), v_part) / jnp.where(total > 0, total, 1.0)
         return None, (out.astype(dtype), peak + jnp.log(total))
 
     parts = []
@@ -155,13 +161,15 @@ def backward(q, k, v, do, lse, delta, k_start, k_end, *, aligned, scale):
 
     def one_block(k_part, v_part, sums, starts, ends, q_rows, do_rows, lse_rows, delta_rows):
         p = jnp.exp(_scores(q_rows, k_part, starts, ends, scale) - lse_rows)
-        ds = p * (_nt(do_rows, v_part, jnp.float32) - delta_rows)
+        ds = p * (_nt(do_rows, v_part) - delta_rows)
         p, ds = _barrier((p.astype(q.dtype), ds.astype(q.dtype)))
         q_turned, do_turned = (_barrier(jnp.swapaxes(x, 1, 2)) for x in (q_rows, do_rows))
-        sums = (sums[0] + _nn(q_turned, ds, jnp.float32), sums[1] + _nn(do_turned, p, jnp.float32))
-        return sums, _nn(ds, k_part, jnp.float32) * scale
+        sums = (sums[0] + _nn(q_turned, ds), sums[1] + _nn(do_turned, p))
+        return sums, _nn(ds, k_part) * scale
 
-    dqs, sums = [], tuple(jnp.zeros((x.shape[0], D, S), jnp.float32) for x in (keys, values))
+    # zeros_like: they vary over the axes of a surrounding shard_map as the keys do, which one that checks types insists on
+    sums = tuple(jnp.zeros_like(x, jnp.float32, shape=(x.shape[0], D, S)) for x in (keys, values))
+    dqs = []
     for start, end, num_blocks in _sections(q.shape[1]):
         visible = min(end, S) if aligned else S
         block = functools.partial(one_block, keys[:, :visible], values[:, :visible])

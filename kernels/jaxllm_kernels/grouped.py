@@ -24,7 +24,7 @@ FP8 = ("float8_e4m3fn", "float8_e5m2")
 def load_backend(name):
     """The module; loaded when asked for, since a kernel language is slow to import and may not be installed."""
     if name not in BACKENDS:
-        raise ValueError(f"grouped: backend = {name!r} is none of {', '.join(BACKENDS)}")
+        _refuse(f"a backend of {', '.join(BACKENDS)}", repr(name), '"xla" runs anywhere, "hopper" on H100 and H200')
     return importlib.import_module(f"jaxllm_kernels.grouped_{name}")
 
 
@@ -38,7 +38,8 @@ def grouped_matmul(x, w, group_sizes, *, backend="xla"):
     Differentiable in x and w; the residuals are x, w in x's dtype and group_sizes.
     K and N that the backend's tiles do not fit are completed with zeros here; the kernels refuse them.
 
-    ValueError: shapes or dtypes that do not go together, fp8 (call `forward` and `wgrad`), an unknown backend, and what the backend refuses.
+    ValueError: shapes or dtypes that do not go together, fp8 (call `forward` and `wgrad`), an unknown backend, and what the backend refuses. Where "hopper"
+    cannot run at all (not an H100 or H200) JAX says so when it compiles, and no other backend takes its place.
     """
     if x.dtype.name not in FLOATS:
         _refuse(

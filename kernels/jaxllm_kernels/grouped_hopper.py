@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm_kernels import grouped_hopper_kernels as kernels
-from jaxllm_kernels.attention_hopper_mosaic import Mosaic
 from jaxllm_kernels.grouped_hopper_kernels import Plan
+from jaxllm_kernels.hopper_mosaic import Mosaic
 
 TILE = 128  # K and N are multiples of it
 FP8_ROWS = 128  # in the gradient of w, groups in fp8 have multiples of so many rows
 
-# Tiles by bytes of an operand; the first whose columns divide N is taken. What decides is 240 registers a thread and 227 KiB of shared memory;
+# Tiles by bytes of an operand; the first whose columns divide N is taken. What decides is 232 registers a thread and 227 KiB of shared memory;
 # compiled for H100, no plan spills or serialises. Which of several that fit is faster is unmeasured.
 PLANS = {
     2: (Plan(256, 64, 3, cluster=2), Plan(256, 64, 3), Plan(128, 64, 4)),
@@ -35,10 +35,9 @@ def forward(x, w, group_sizes, *, transposed=False, x_scale=None, w_scale=None, 
     """
     (R, K), N = x.shape, w.shape[1 if transposed else 2]
     plan = _plan(x, w, K, N, R, transposed, "w [E, N, K]")
-    table = kernels.visits(group_sizes, R, plan.block, K // plan.depth)
+    work = kernels.visits(group_sizes, R, plan.block)
     scale = jnp.ones(group_sizes.shape, jnp.float32) if x_scale is None else x_scale * w_scale
-    scale = jnp.concatenate([scale, jnp.zeros((1,), jnp.float32)])
-    return kernels.forward(x, w, table, scale, plan=plan, transposed=transposed, mosaic=Mosaic(interpret))
+    return kernels.forward(x, w, work, scale, plan=plan, transposed=transposed, mosaic=Mosaic(interpret))
 
 
 def wgrad(x, dy, group_sizes, num_groups, *, transposed=False, x_scale=None, dy_scale=None, interpret=False):

@@ -103,4 +103,7 @@ def _wide(x):
 
 
 def _dot(a, b, contract_a, contract_b, dtype):
-    return lax.dot_general(a, b, (((contract_a,), (contract_b,)), ((), ())), preferred_element_type=dtype)
+    """Sums in `dtype`. Products of float32 are float32: on a GPU XLA would round their operands to TF32."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    dims = (((contract_a,), (contract_b,)), ((), ()))
+    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=dtype)

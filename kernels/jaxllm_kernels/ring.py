@@ -78,7 +78,7 @@ def _steps(axis, layout, window, k_start, k_end, length):
         yield *ends, None if after is None else after - step
 
 
-def _halves(backend, kv):
+def halves(backend, kv):
     """Keys and values as the backend takes them: a PAIRED one reads its half of what travels; for others the halves are cut out, a copy."""
     return (kv, kv) if getattr(backend, "PAIRED", False) else (kv[0], kv[1])
 
@@ -88,7 +88,7 @@ def ring_forward(backend, axis, layout, window, q, k, v, k_start, k_end, length,
     kv, carry = jnp.stack([k, v]), backend.empty(q)
     for start, end, hop in _steps(axis, layout, window, k_start, k_end, length):
         coming = None if hop is None else _hop(kv, axis, hop)
-        carry = backend.fold(carry, q, *_halves(backend, kv), start, end, scale=scale)
+        carry = backend.fold(carry, q, *halves(backend, kv), start, end, scale=scale)
         if hop is not None:
             kv, carry = jax.lax.optimization_barrier((coming, carry))
     return backend.finish(carry, q.dtype)
@@ -101,7 +101,7 @@ def ring_backward(backend, axis, layout, window, q, k, v, do, lse, delta, k_star
     kv, dq, dkv, back, travelled = jnp.stack([k, v]), None, None, 0, 0
     tied = jax.lax.optimization_barrier
     for start, end, hop in _steps(axis, layout, window, k_start, k_end, length):
-        args = (q, *_halves(backend, kv), do, lse, delta, start, end)
+        args = (q, *halves(backend, kv), do, lse, delta, start, end)
         if hop is not None:
             kv, dq = tied((_hop(kv, axis, hop), backend.dq(*args, into=dq, scale=scale)))
         part = jnp.stack(backend.dkv(*args, into=None, scale=scale))
@@ -146,14 +146,14 @@ def _completed(x, tile):
 def allgather_forward(backend, axis, layout, window, q, k, v, k_start, k_end, length, scale):
     """(out, lse) of this device's queries against all keys at once."""
     kv = _completed(_gathered(jnp.stack([k, v]), axis, layout, length), backend.TILE)
-    return backend.forward(q, *_halves(backend, kv), k_start, k_end, aligned=False, scale=scale)
+    return backend.forward(q, *halves(backend, kv), k_start, k_end, aligned=False, scale=scale)
 
 
 def allgather_backward(backend, axis, layout, window, q, k, v, do, lse, delta, k_start, k_end, length, scale):
     """(dq, dk, dv) in float32: every device has a part of each key's gradient; they are summed in float32, each keeps its own keys'."""
     ranks = jax.lax.axis_size(axis)
     kv = _completed(_gathered(jnp.stack([k, v]), axis, layout, length), backend.TILE)
-    args = (q, *_halves(backend, kv), do, lse, delta, k_start, k_end)
+    args = (q, *halves(backend, kv), do, lse, delta, k_start, k_end)
     dq, dk, dv = both(backend, *args, aligned=False, scale=scale)
     dkv = jnp.stack([dk, dv])
     place = {chunk: i for i, chunk in enumerate(_in_order(layout, ranks, length))}

@@ -1,19 +1,14 @@
 """Mixtral 8x7B compiled for H100s that are not here: memory, collectives, kernels. Compiled, not measured."""
 
-import importlib.util
 import pathlib
 
-import jax
 import pytest
 
+from h100.compiled import MARKS
 from jaxllm import config, plan
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-pytestmark = [
-    pytest.mark.h100,
-    pytest.mark.version,
-    pytest.mark.skipif(not importlib.util.find_spec("jax_cuda13_plugin"), reason="needs the extra `plan`"),
-]
+pytestmark = MARKS
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +26,23 @@ def test_experts_are_computed_by_our_kernels_and_products_outside_are_those_of_t
     """Each layer: attention forward, dq and dkv; three grouped products forward, three again in the backward pass (the gradient of the router's weights
     needs what the experts made), and for each a gradient of rows and one of weights."""
     layers = 32
-    kept = jax.version.__version_info__ >= (0, 11)  # the attention kernel once more, see test_step_for_h100
-    assert on_16["custom_calls"]["mosaic_gpu_v2"] == layers * (3 + kept + 3 + 3 + 6)
+    assert on_16["custom_calls"]["mosaic_gpu_v2"] == layers * (3 + 3 + 3 + 6)
     model = config.load_config(ROOT / "configs" / "mixtral_8x7b.toml").model
     attention = 2 * model.hidden_size * model.head_dim * (model.num_attention_heads + model.num_key_value_heads)
     router, head = model.hidden_size * model.num_local_experts, model.vocab_size * model.hidden_size
     products = 6 * (layers * (attention + router) + head) + 2 * layers * (attention + router)
     assert on_16["flops_per_step_per_device"] == pytest.approx(4096 * products, rel=0.02)
+
+
+def test_flops_with_those_of_kernels_are_the_model_s_and_what_is_computed_again(on_16):
+    """6 per active weight; attention, whose kernels make 9 products of queries with keys where the model's count has 6; and the products of a layer once
+    more, since rematerialisation keeps attention alone."""
+    model, tokens = config.load_config(ROOT / "configs" / "mixtral_8x7b.toml").model, 4096
+    active = model.matmul_parameters
+    attention = model.flops_per_token(tokens) - 6 * active
+    expected = tokens * (6 * active + 9 / 6 * attention + 2 * (active - model.vocab_size * model.hidden_size))
+    total = on_16["flops_per_step_per_device"] + on_16["kernel_flops_per_step_per_device"]
+    assert total == pytest.approx(expected, rel=0.005)
 
 
 def test_weights_of_experts_are_gathered_between_nodes_and_tokens_inside_them(on_16):
@@ -46,3 +51,10 @@ def test_weights_of_experts_are_gathered_between_nodes_and_tokens_inside_them(on
     assert {c["bytes"] for c in gathered} >= {one_expert}, "one matrix of one expert at a time"
     tokens = 8 * 4096 * 4096 * 2
     assert tokens in {c["bytes"] for c in gathered}
+
+
+def test_kernels_whose_results_are_kept_run_once():
+    """With "dots" nothing of a layer is computed again: three attention kernels, and a forward product, two gradients for each of three weights."""
+    small = ("model.num_hidden_layers=2", "model.remat=dots", "mesh.data=1", "data.global_batch_size=8")
+    on_8 = plan.report(config.load_config(ROOT / "configs" / "mixtral_8x7b.toml", *small), "h100:8")
+    assert on_8["custom_calls"]["mosaic_gpu_v2"] == 2 * (3 + 3 + 6)

@@ -1,22 +1,19 @@
 """The shipped training step compiled for H100s that are not here: memory, collectives, overlap, warnings. Compiled, not measured."""
 
-import importlib.util
+import dataclasses
 import json
 import pathlib
 
 import jax
 import pytest
 
+from h100.compiled import MARKS
 from jaxllm import config, hlo, plan
 from jaxllm.section import UserError
 from support import tiny
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-pytestmark = [
-    pytest.mark.h100,
-    pytest.mark.version,
-    pytest.mark.skipif(not importlib.util.find_spec("jax_cuda13_plugin"), reason="needs the extra `plan`"),
-]
+pytestmark = MARKS
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +60,11 @@ def test_flops_outside_of_kernels_are_those_of_the_weights(llama8b):
         )
     )
     assert llama8b["flops_per_step_per_device"] == pytest.approx(linear + again, rel=0.01)
-    # attention is in kernels, which the text does not look into: forward, dq and dkv in each layer. JAX 0.10 drops the forward kernel from what the
-    # backward pass computes again, since its outputs are saved; 0.11 keeps it (docs/decisions.md)
-    kept = jax.version.__version_info__ >= (0, 11)
-    assert llama8b["custom_calls"]["mosaic_gpu_v2"] == (3 + kept) * cfg.model.num_hidden_layers
+    # attention is in kernels: forward, dq and dkv in each layer; outputs are saved by name, so the backward pass does not compute them again
+    assert llama8b["custom_calls"]["mosaic_gpu_v2"] == 3 * cfg.model.num_hidden_layers
+    # of 2 + 3 + 4 products, where the model's count has 6: the scores and their gradient come once more in each backward kernel
+    attention = cfg.model.flops_per_token(tokens) * tokens - linear
+    assert llama8b["kernel_flops_per_step_per_device"] == pytest.approx(9 / 6 * attention, rel=1e-3)
 
 
 def test_bfloat16_reduction_halves_the_traffic_of_gradients(llama8b):
@@ -78,14 +76,22 @@ def test_bfloat16_reduction_halves_the_traffic_of_gradients(llama8b):
 
 
 def test_each_rematerialisation_policy_does_on_the_device_what_it_says():
+    """Its memory, and what it computes again: products of a layer but the last, attention, or neither."""
     need, host = {}, {}
-    for policy in ("none", "dots", "attention", "full", "offload"):
+    policies = {"none": (0, 0), "dots": (0, 0), "attention": (1, 0), "full": (1, 1), "offload": (1, 1)}
+    for policy, (products, kernels) in policies.items():
         cfg = tiny(
             f"model.remat={policy}", "model.num_hidden_layers=8", "model.hidden_size=1024", "model.intermediate_size=2816", "model.head_dim=128",
             "model.max_position_embeddings=4096", "model.num_attention_heads=8", "data.seq_len=4096", "precision.compute=bfloat16",
         )  # fmt: skip
-        memory = plan.report(cfg, "h100:8")["memory_gib"]
+        facts = plan.report(cfg, "h100:8")
+        memory, model = facts["memory_gib"], cfg.model
         need[policy], host[policy] = memory["need"], memory["host"]
+        layers = model.num_hidden_layers
+        again = model.matmul_parameters - model.hidden_size * (model.vocab_size + layers * model.intermediate_size)
+        flops = 4096 * (6 * model.matmul_parameters + products * 2 * again)
+        assert facts["flops_per_step_per_device"] == pytest.approx(flops, rel=0.01), policy
+        assert facts["custom_calls"]["mosaic_gpu_v2"] == layers * (3 + kernels), policy
     assert need["none"] > need["dots"] > need["attention"] > need["full"] > need["offload"], need
     inputs = 8 * 4096 * 1024 * 2 / 2**30
     assert host["offload"] == pytest.approx(inputs, rel=0.2) and not any(host[p] for p in need if p != "offload"), host
@@ -96,6 +102,11 @@ def test_a_mesh_of_all_axes_compiles_without_rematerialisation():
         "mesh.data=2",
         "mesh.sequence=2",
         "mesh.expert=2",
+        "model.family=mixtral",
+        "model.num_local_experts=4",
+        "model.num_experts_per_tok=2",
+        "model.router_aux_loss_coef=0.02",
+        "model.router_jitter_noise=0",
         "model.hidden_size=128",
         "precision.compute=bfloat16",
         "data.global_batch_size=8",
@@ -146,6 +157,8 @@ ENTRY %main (a: f32[64,16]) -> f32[8,16] {
   %loop = (s32[], f32[8,16]{1,0}) while(%a), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"5"}}
   %s = ((f32[64,16]{1,0}), f32[8,16]{1,0}) async-start(%a), calls=%wrapped
   %k = f32[8,16]{1,0} custom-call(%a), custom_call_target="my_kernel"
+  %q = bf16[2,128,4,64]{3,2,1,0} constant({...})
+  %dq = f32[2,128,4,64]{3,2,1,0} custom-call(%q, %q, %q), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/self_attn/attention_dq/mpmd_map"}
 }
 """
     program = hlo.read(text)
@@ -154,5 +167,12 @@ ENTRY %main (a: f32[64,16]) -> f32[8,16] {
     assert found == {
         "all-gather": (64 * 16 * 4, 5, True), "all-reduce": (8 * 32 * 4, 5, False), "reduce-scatter": (64 * 16 * 4, 1, True),
     }  # fmt: skip
-    assert program.custom_calls == {"my_kernel": 1} and program.unknown_loops == 0
+    assert program.custom_calls == {"my_kernel": 1, "mosaic_gpu_v2": 1} and program.unknown_loops == 0
+    unknown, dq = program.kernels
+    assert (unknown.name, dq.name, dq.operands) == ("", "attention_dq", [("bf16", (2, 128, 4, 64))] * 3)
+    # three products of 128 queries with 64 keys each, and 8 in a window of 8 (less at the beginning); what is not ours does not count
+    assert plan.kernel_flops(program.kernels, tiny("data.seq_len=128")) == 3 * 2 * (2 * 128 * 4 * 64) * 64
+    narrow = tiny("data.seq_len=128", "model.family=mistral", "model.sliding_window=8")
+    assert plan.kernel_flops([dq], narrow) == 3 * 2 * (2 * 128 * 4 * 64) * (8 - 64 / 256)
+    assert plan.kernel_flops([dataclasses.replace(unknown, target="triton_kernel_call")], narrow) is None
     assert jax.default_backend() == "cpu"

@@ -1,11 +1,11 @@
-"""What the Hopper attention kernels need of Pallas Mosaic GPU, in one place: launching, layouts, and the differences between versions and
+"""What the Hopper kernels need of Pallas Mosaic GPU, in one place: launching, roles of warpgroups, layouts, and the differences between versions and
 between the GPU and the interpreter.
 
 JAX 0.10 and 0.11 name a few things differently, and 0.10 cannot pass references through `plgpu.kernel` under jit. The interpreter of 0.11 (that of
 0.10 cannot run these kernels) knows no register layouts, no `pl.run_state`, and takes the left operand of a product only from shared memory; the
 methods of `Mosaic` say the same thing in both worlds. Nothing else in the kernels depends on where they run.
 
-Not here: a general layer over Mosaic. Only what three kernels use.
+Not here: a general layer over Mosaic. Only what the kernels of attention and of grouped products use.
 """
 
 import dataclasses
@@ -19,6 +19,8 @@ from jax import lax
 
 LOG2E = 1.4426950408889634
 CONSUMERS = 2  # warpgroups of 64 rows that compute; one more feeds them
+# Of a consumer's and of the producer's threads: 2 x 240 + 24 = 3 x 168, which is what a block starts with.
+REGISTERS = (240, 24)
 _OLD = jax.version.__version_info__ < (0, 11)
 
 TILE = plgpu.Layout.WGMMA  # a product's result, spread over a warpgroup
@@ -45,6 +47,37 @@ def operand_memory(shape, dtype):
     """Shared memory that tensor cores can read: cells of 8 rows x 128 bytes, swizzled against bank conflicts."""
     cell = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(cell, plgpu.SwizzleTransform(128)))
+
+
+def roles(producer, consumer, registers=REGISTERS):
+    """Runs `consumer(number)` on the consumers and `producer()` on the remaining warpgroup, each with its share of the registers."""
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup == CONSUMERS)
+    def _():
+        plgpu.set_max_registers(registers[1], action="decrease")
+        producer()
+
+    @pl.when(warpgroup < CONSUMERS)
+    def _():
+        plgpu.set_max_registers(registers[0], action="increase")
+        consumer(warpgroup)
+
+
+def slot_of(n, plan):
+    """Which of plan.stages slots the n-th streamed tile is in."""
+    return lax.rem(n, jnp.int32(plan.stages))
+
+
+def see_the_end(plan, count, barriers):
+    """The producer waits for the last releases of `count` tiles: no barrier may end with a phase that nobody saw (the interpreter insists), nor a block
+    of a cluster while the other still arrives at it."""
+
+    def wait(n, _):
+        for free in barriers:
+            plgpu.barrier_wait(free.at[slot_of(n, plan)])
+
+    lax.fori_loop(jnp.maximum(count - plan.stages, 0), count, wait, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,10 +132,11 @@ class Mosaic:
 
         return total + pl.run_scoped(product, plgpu.ACC(total.shape, jnp.float32))
 
-    def launch(self, body, *, grid, arguments, results=(), sums=(), scratch):
+    def launch(self, body, *, grid, arguments, results=(), sums=(), scratch, cluster=1):
         """Runs `body(*argument refs, *result refs, **scratch refs)` once per place of the grid {name: size}, in CONSUMERS + 1 warpgroups.
 
-        Inside, `lax.axis_index` knows the grid's names and "warpgroup"; scratch that is None is passed on as None.
+        Inside, `lax.axis_index` knows the grid's names and "warpgroup"; scratch that is None is passed on as None. cluster: so many blocks with one place in
+        the grid, which can share memory; "pair" is the name of their axis.
         Without `sums` the results are new arrays of the given types. With them the body gets references to those arrays instead, which it
         reads and adds to; what comes back are the same buffers, and XLA copies nothing (successive calls in one jit; compiled).
         """
@@ -113,6 +147,8 @@ class Mosaic:
         place = dict(
             grid=tuple(grid.values()), grid_names=tuple(grid), num_threads=CONSUMERS + 1, thread_name="warpgroup"
         )
+        if cluster > 1:
+            place |= dict(cluster=(cluster,), cluster_names=("pair",))
         options = dict(compiler_params=plgpu.CompilerParams(approx_math=True))
         if self.interpret:
             options["interpret"] = plgpu.InterpretGPUParams(detect_races=True)
