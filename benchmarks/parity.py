@@ -2,7 +2,7 @@
 
     python -m benchmarks.parity                   # the full product, on 8 emulated CPU devices; appends to results/parity.jsonl
     python -m benchmarks.parity --pairs           # a set of cases in which every pair of values occurs: what CI runs
-    python -m benchmarks.parity --model dense --sample 500    # a part of the product: of one kind of model, and drawn at random
+    python -m benchmarks.parity --only experts=8 remat=attention --sample 500    # a part of the product: with these values, drawn at random
 
 A case is compared with the same rows on one device, in one piece, with nothing recomputed: float32, largest error of the loss (relative) and of
 any gradient tensor (max|a - b| / max|b|).
@@ -169,7 +169,9 @@ def errors(case):
 def main(arguments=None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.parity", description=__doc__.partition("\n\n")[0])
     parser.add_argument("--pairs", action="store_true", help="only the cases that CI runs")
-    parser.add_argument("--model", choices=("dense", "experts"), help="only the cases of this kind of model")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="FACTOR=VALUE", help="only the cases with these values"
+    )
     parser.add_argument("--sample", type=int, help="only so many cases, drawn at random (always the same)")
     options = parser.parse_args(arguments)
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -177,8 +179,8 @@ def main(arguments=None) -> int:
     import jax
 
     cases, failed, worst, begin = pairs() if options.pairs else product() + LONG, [], (0.0, 0.0), time.time()
-    if options.model:
-        cases = [case for case in cases if (case["experts"] is None) == (options.model == "dense")]
+    for name, _, value in (text.partition("=") for text in options.only):
+        cases = [case for case in cases if str(case[name]) == value]
     if options.sample:
         cases = [cases[n] for n in sorted(random.Random(0).sample(range(len(cases)), options.sample))]
     for number, case in enumerate(cases):
@@ -191,7 +193,7 @@ def main(arguments=None) -> int:
             jax.clear_caches()
     result = {
         "date": datetime.date.today().isoformat(), "jax": jax.__version__, "platform": "8 emulated CPU devices",
-        "factors": FACTORS, "model": options.model or "all", "sample": options.sample,
+        "factors": FACTORS, "only": options.only, "sample": options.sample,
         "cases": len(cases), "failed": failed, "worst_loss_error": worst[0], "worst_gradient_error": worst[1],
         "seconds": round(time.time() - begin),
     }  # fmt: skip

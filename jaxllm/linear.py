@@ -47,7 +47,8 @@ def _flat(x, num_dims):
     return x.reshape(-1, last)
 
 
-def _dot(a, b, contract, dtype):
+def dot(a, b, contract, dtype):
+    """dot_general without batch dims, accumulated in float32 and given in `dtype`."""
     # float32 means float32: by default a GPU would round the operands to TF32 (10 bits), the router's among them.
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jax.lax.dot_general(a, b, (contract, ((), ())), precision=precision, preferred_element_type=dtype)
@@ -65,7 +66,7 @@ def _matmul_forward(x, kernel, names, num_inputs, compute, reduce):
     outputs = kernel.shape[num_inputs:]
     used = gather(kernel, names, compute).reshape(-1, math.prod(outputs))
     flat = _flat(x.astype(compute), num_inputs)
-    y = _dot(flat, used, ((flat.ndim - 1,), (0,)), compute)
+    y = dot(flat, used, ((flat.ndim - 1,), (0,)), compute)
     # The gathered weight is the residual: under rematerialisation it costs nothing, and with the sharded one XLA gathers twice.
     return y.reshape(*x.shape[: x.ndim - num_inputs], *outputs), (
         x,
@@ -79,10 +80,10 @@ def _matmul_backward(names, num_inputs, compute, reduce, residuals, dy):
     inputs, outputs = x.shape[x.ndim - num_inputs :], dy.shape[x.ndim - num_inputs :]
     # The barrier keeps XLA from recomputing the chain that made x or dy inside the operand of each product.
     flat, dy = jax.lax.optimization_barrier((_flat(x.astype(compute), num_inputs), _flat(dy, len(outputs))))
-    dx = _dot(dy, used, ((dy.ndim - 1,), (1,)), compute).reshape(x.shape).astype(x.dtype)
+    dx = dot(dy, used, ((dy.ndim - 1,), (1,)), compute).reshape(x.shape).astype(x.dtype)
     leading = tuple(range(dy.ndim - 1))
     # A GPU has no product of float32 operands that comes out in bfloat16.
-    dw = _dot(flat, dy, (leading, leading), reduce if compute == "bfloat16" else "float32").astype(reduce)
+    dw = dot(flat, dy, (leading, leading), reduce if compute == "bfloat16" else "float32").astype(reduce)
     dw = dw.reshape(*inputs, *outputs)
     return dx, constrain(dw, *names, table=AT_REST).astype(like.dtype)
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pydantic
 from jax.sharding import PartitionSpec as P
 
-from jaxllm.linear import gather
+from jaxllm.linear import dot, gather
 from jaxllm.section import Section
 from jaxllm.sharding import AXES, BATCH, WEIGHTS, axis_size
 
@@ -92,7 +92,7 @@ def _local_sums(hidden, head, targets, weights, *, z_loss, chunk_size, with_grad
         x, target, weight = xs
         # A token of weight 0 may hold anything, non-finite values included; 0 x inf must not reach a sum.
         x = jnp.where((weight != 0)[:, None], x, jnp.zeros((), x.dtype))
-        logits = jax.lax.dot_general(x, head, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        logits = dot(x, head, ((1,), (1,)), jnp.float32)
         peak = jnp.max(logits, axis=-1, keepdims=True)
         exp = jnp.exp(logits - peak)
         partition = jnp.sum(exp, axis=-1, keepdims=True)
@@ -107,8 +107,8 @@ def _local_sums(hidden, head, targets, weights, *, z_loss, chunk_size, with_grad
         here = jnp.arange(head.shape[0])[None, :] == target[:, None]
         d_logits = (exp * slope - jnp.where(here, weight[:, None], 0)).astype(head.dtype)
         d_logits = jax.lax.optimization_barrier(d_logits)  # made once, read by two products
-        d_x = jax.lax.dot_general(d_logits, head, (((1,), (0,)), ((), ())), preferred_element_type=hidden.dtype)
-        d_head += jax.lax.dot_general(d_logits, x, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        d_x = dot(d_logits, head, ((1,), (0,)), hidden.dtype)
+        d_head += dot(d_logits, x, ((0,), (0,)), jnp.float32)
         return (loss_sum, z_sum, d_head), d_x
 
     zero = jnp.zeros((), jnp.float32)

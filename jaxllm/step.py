@@ -15,7 +15,7 @@ from jaxllm import checkpoint, hf, moe, optim
 from jaxllm import state as states
 from jaxllm.config import Config
 from jaxllm.hub import resolve_model_path
-from jaxllm.linear import gather
+from jaxllm.linear import dot, gather
 from jaxllm.loss import HEAD_NAMES, cross_entropy
 from jaxllm.models import FAMILIES
 from jaxllm.sharding import BATCH, axis_size, replicated
@@ -270,5 +270,4 @@ def logits(graphdef, state: TrainState, tokens):
     model = states.merge(graphdef, state.params)
     hidden, _ = model(tokens, index, jnp.zeros_like(index), index + 1, row_length=T)
     head = gather(model.head, HEAD_NAMES, hidden.dtype)
-    dims = (((2,), (1,)), ((), ()))
-    return jax.lax.dot_general(hidden, head, dims, preferred_element_type=jnp.float32)[:B, :T]
+    return dot(hidden, head, ((2,), (1,)), jnp.float32)[:B, :T]

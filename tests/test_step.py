@@ -1,5 +1,7 @@
 """The training step keeps its promises over meshes, microbatches and rematerialisation."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -193,3 +195,18 @@ def test_logits_of_any_number_of_rows_and_places_on_any_mesh():
 def test_a_dimension_that_the_mesh_does_not_divide_is_refused_by_name():
     with jax.set_mesh(mesh(data=8)), pytest.raises(ValueError, match="embed = 68.*8 shards"):
         step.abstract_state(tiny("model.hidden_size=68", "model.head_dim=16"))
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_every_product_of_float32_operands_in_a_step_asks_for_float32(compute):
+    """XLA would round them to TF32 on a GPU; on a CPU nothing shows it. A Mixtral, whose router is float32 in both."""
+    experts = ("model.family=mixtral", "model.num_local_experts=4", "model.num_experts_per_tok=2")
+    router = ("model.router_aux_loss_coef=0.05", "model.router_jitter_noise=0")
+    cfg, device_mesh = tiny(*experts, *router, f"precision.compute={compute}"), mesh()
+    with jax.set_mesh(device_mesh):
+        graphdef, abstract = step.abstract_state(cfg)
+        lowered = step.make_train_step(graphdef, cfg).lower(abstract, batch_on(device_mesh)).as_text()
+    products = [line for line in lowered.splitlines() if "stablehlo.dot_general" in line]
+    of_float32 = [line for line in products if re.search(r"\(tensor<[^>]*xf32>", line)]
+    assert len(of_float32) >= 3 and all("HIGHEST" in line for line in of_float32)
+    assert (len(of_float32) == len(products)) == (compute == "float32")

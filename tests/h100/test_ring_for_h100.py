@@ -85,6 +85,7 @@ def test_a_million_tokens_on_8_with_layer_inputs_in_host_memory():
     facts = plan.report(load(name="llama3_8b_1m"), "h100:8")
     assert facts["memory_gib"]["need"] <= 60
     assert facts["memory_gib"]["host"] == pytest.approx(32 * 131072 * 4096 * 2 / GIB, rel=0.01)
+    assert not [c for c in facts["collectives"] if not c["asynchronous"] and c["bytes"] > 2**20]
 
 
 def test_activations_fall_with_the_axis():
