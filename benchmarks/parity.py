@@ -180,6 +180,14 @@ def main(arguments=None) -> int:
 
     cases, failed, worst, begin = pairs() if options.pairs else product() + LONG, [], (0.0, 0.0), time.time()
     for name, _, value in (text.partition("=") for text in options.only):
+        values = list(dict.fromkeys(str(case.get(name)) for case in cases))
+        if name not in FACTORS or value not in values:  # no case would be no failure
+            known = (
+                f"of those chosen it has {', '.join(values)}"
+                if name in FACTORS
+                else f"factors are {', '.join(FACTORS)}"
+            )
+            parser.error(f"--only: no case has {name}={value}; {known}")
         cases = [case for case in cases if str(case[name]) == value]
     if options.sample:
         cases = [cases[n] for n in sorted(random.Random(0).sample(range(len(cases)), options.sample))]

@@ -547,6 +547,8 @@ HARMLESS = (
     "moe.backend", "loss.chunk_size",
     "data.workers", "data.cache", "data.tokenizer",  # what the tokenizer holds is in the fingerprint of the data
 )  # fmt: skip
+# With moe.buffer_factor these decide which tokens an expert drops; raising the bound is what the warning of drops advises.
+DROPPING = (*(f"mesh.{axis}" for axis in AXES), "optimizer.num_microbatches", "moe.exchange", "moe.buffer_factor")
 # These change the course of the run and may be meant to: allowed, and shown first.
 RESHAPING = ("learning_rate", "schedule", "min_ratio", "warmup_steps", "decay_steps", "schedule_steps")
 
@@ -555,7 +557,7 @@ def differences(saved: Config, now: Config) -> tuple[list[str], list[str]]:
     """(what changes the maths, what is harmless): a line for each difference of a resumed run's config from its
     checkpoint's.
 
-    The first list is a reason to refuse. The second is to be shown; learning-rate changes, which take effect, lead it.
+    The first list is a reason to refuse. The second is to be shown; what takes effect, such as learning-rate changes, leads it.
     """
     refused, prominent, harmless = [], [], []
     then = _values(saved)
@@ -568,15 +570,21 @@ def differences(saved: Config, now: Config) -> tuple[list[str], list[str]]:
             prominent.append(
                 f"{change} (the new value is used from the first resumed step on; the optimizer's state is kept)"
             )
+        elif saved.moe.buffer_factor is not None and _is_of(name, DROPPING):
+            prominent.append(f"{change} (under moe.buffer_factor other tokens are dropped than before)")
         elif path == ("steps",):
             fixed = now.optimizer.schedule == "constant" or now.optimizer.schedule_steps is not None
             stretched = "" if fixed else "; the learning-rate schedule now ends there"
             harmless.insert(0, f"{change}{stretched}")
-        elif any(name == entry or name.startswith(f"{entry}.") for entry in HARMLESS):
+        elif _is_of(name, HARMLESS):
             harmless.append(change)
         else:
             refused.append(change)
     return refused, prominent + harmless
+
+
+def _is_of(name: str, entries: tuple[str, ...]) -> bool:
+    return any(name == entry or name.startswith(f"{entry}.") for entry in entries)
 
 
 def _or_unset(value: Any) -> str:

@@ -154,6 +154,10 @@ def _experts_apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         parts = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}.get(matrix) if fused else None
         if name.endswith(".mlp.gate.weight"):
             renamed = name.replace(".mlp.gate.", ".block_sparse_moe.gate.")
+            if renamed in tensors:
+                raise UserError(
+                    f"{tensor.file.parent}: holds a router twice, {name} and {renamed}; remove the files of one layout"
+                )
             apart[renamed] = dataclasses.replace(tensor, name=renamed)
         elif parts is None or len(tensor.shape) != 3 or tensor.shape[1] % len(parts) or tensor.dtype not in DTYPES:
             apart[name] = tensor

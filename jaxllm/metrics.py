@@ -7,8 +7,10 @@
     step_time          seconds per step, the mean since the row before, ended by a wait for the result. The first step
                        of a process (it compiles) and all that happens under `pause()` stay outside
     mfu                model FLOPs over step_time and the peak of all devices; absent where that is unknown
-    expert_load, imbalance, idle, entropy, dropped_tokens, dropped_share
+    expert_load, imbalance, idle, entropy
                        of the experts in the logged step; see `moe.report`
+    dropped_tokens, dropped_share
+                       assignments that found no room since the row before: their number, and their share, the mean over steps
     memory             bytes, the peak in use: of the fullest local device, or of this process (resident) on CPU
     bad_steps          steps since the row before that kept the old state (non-finite), when the step reports "bad"
     eval_loss, eval_tokens, eval_perplexity
@@ -135,6 +137,9 @@ class Metrics:
         row |= {key: value for key, value in last.items() if key not in row and key != "bad"}
         if "bad" in last:
             row["bad_steps"] = sum(bool(metrics["bad"]) for _, metrics in fetched)
+        if "dropped_tokens" in last:  # of every step: those between two rows drop as well, and nobody would be warned
+            row["dropped_tokens"] = sum(metrics["dropped_tokens"] for _, metrics in fetched)
+            row["dropped_share"] = sum(metrics["dropped_share"] for _, metrics in fetched) / len(fetched)
         self._restart_clock()
         self._write(row)
         return fetched
@@ -341,7 +346,11 @@ class _Lines:
         parts = [f"step {row['step']}/{self.total_steps}"]
         formats = {"loss": "loss {:.4f}", "learning_rate": "learning rate {:.3g}", "grad_norm": "grad norm {:.3g}"}
         formats |= {"tokens_per_second": "{:,.0f} tokens/s", "step_time": "{:.3g} s/step", "mfu": "mfu {:.1%}"}
-        formats |= {"imbalance": "experts' imbalance {:.2f}"}
+        formats |= {
+            "aux_loss": "aux loss {:.3f}",
+            "entropy": "router entropy {:.2f}",
+            "imbalance": "experts' imbalance {:.2f}",
+        }
         parts += [text.format(row[key]) for key, text in formats.items() if key in row]
         if row.get("bad_steps"):
             parts.append(f"{row['bad_steps']} bad steps kept the old state")
@@ -382,6 +391,8 @@ class _Bar(_Lines):
             super().show(row)
             return
         now = f"loss {row['loss']:.4f}" if "loss" in row else ""
+        if "imbalance" in row:
+            now += f"  imbalance {row['imbalance']:.2f}"
         if "step_time" in row:
             left = _clock((self.total_steps - row["step"]) * row["step_time"])
             now += f"  {row['tokens_per_second']:,.0f} tokens/s"

@@ -24,8 +24,8 @@ class MoEConfig(Section):
     moves fewer bytes. See jaxllm/exchange.py."""
     buffer_factor: float | None = pydantic.Field(None, gt=0)
     """Bounds the rows that a device receives for its experts, as a multiple of what it receives when the router is balanced, and with them memory.
-    What does not fit is dropped: its expert adds nothing to that token. Counted in the metrics as dropped_tokens. None: room for the worst case,
-    nothing is dropped. Evaluation drops nothing in either case."""
+    What does not fit is dropped: its expert adds nothing to that token. Counted in the metrics as dropped_tokens. Which these are depends on the mesh,
+    the exchange and the number of microbatches. None: room for the worst case, nothing is dropped. Evaluation drops nothing in either case."""
     backend: Literal["auto", "hopper", "xla"] = "auto"
     """What multiplies rows by their experts: our kernels for H100 and H200, in bfloat16, or XLA anywhere. "auto": the first where it fits."""
     router: Literal["float32", "match_hf"] = "float32"
@@ -139,6 +139,13 @@ def describe(config: MoEConfig, model, num_tokens: int, compute: str) -> str:
 def check(config: MoEConfig, model, places: int) -> list[str]:
     """What contradicts itself in this section, the model and the size of mesh.expert (-1: not known yet), wherever it runs."""
     conflicts, num_experts = [], model.num_local_experts
+    if not num_experts:
+        for name, field in MoEConfig.model_fields.items():
+            if (given := getattr(config, name)) != field.default:
+                shown = f'"{given}"' if isinstance(given, str) else f"{given:g}"
+                conflicts.append(
+                    f"moe.{name}: {shown} is for a mixture of experts, and a {model.family} has none; remove it"
+                )
     if config.exchange == "none" and config.buffer_factor is not None:
         conflicts.append(
             f'moe.buffer_factor: {config.buffer_factor:g} bounds what a device receives, and with moe.exchange = "none" it receives nothing; remove one of them'

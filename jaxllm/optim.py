@@ -61,8 +61,9 @@ class OptimizerConfig(Section):
     """Gradients are scaled down to this global L2 norm; 0: no clipping."""
     moments: Literal["float32", "bfloat16", "8bit"] = "float32"
     """Storage of Adam's two moments, bytes per parameter of both: 8, 4, or 2.03. "8bit": blocks of up to 256 values share a float32 scale, and each
-    value is one of 256 unevenly spaced ones (Dettmers et al., arXiv 2110.02861; see `Blocks`). Fewer bits are rounded stochastically: moments are
-    right in expectation whatever the betas, and noisier."""
+    value is one of 256 unevenly spaced ones (Dettmers et al., arXiv 2110.02861; see `Blocks`); norms, biases and routers keep float32. Blocks of the
+    embedding join rare and frequent tokens, and rare ones' steps become noisier (docs/decisions.md). Fewer bits are rounded
+    stochastically: moments are right in expectation whatever the betas, and noisier."""
     moments_memory: Literal["device", "host"] = "device"
     """"host": moments rest in the host's pinned memory and visit the device layer by layer in a program of its own after the gradients. The result is
     the same, bit for bit. A GPU's host needs twice their size: the old and the new ones exist at once."""

@@ -177,8 +177,10 @@ def report(cfg, on: str) -> dict:
         in_kernels = kernel_flops(program.kernels, cfg)
     gib = lambda n: round(float(n) / 2**30, 3)
     bytes_of = lambda x: np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-    on_host = lambda x: x.sharding.memory_kind == "pinned_host"
-    at_rest = lambda tree, host=False: sum(bytes_of(x) for x in jax.tree.leaves(tree) if on_host(x) == host)
+    at_rest = lambda *trees: sum(bytes_of(x) for x in jax.tree.leaves(trees))
+    # By the config: shardings of devices that are described and not here forget their memory.
+    moments = getattr(state.opt_state, "mu", {}), getattr(state.opt_state, "nu", {})
+    on_host = at_rest(moments) if cfg.optimizer.moments_memory == "host" else 0
     need = (
         memory.argument_size_in_bytes
         + memory.temp_size_in_bytes
@@ -206,12 +208,12 @@ def report(cfg, on: str) -> dict:
         "fits": gib(need) + RESERVE_GIB <= capacity,
         "memory_gib": {
             "weights": gib(at_rest(state.params)),
-            "optimizer": gib(at_rest(state.opt_state)),
+            "optimizer": gib(at_rest(state.opt_state) - on_host),
             "temporaries": gib(memory.temp_size_in_bytes),
             "need": gib(need),
             "reserve": RESERVE_GIB,
             # Moments that rest there are read and written in one program: the old and the new ones exist at once.
-            "host": gib(memory.host_temp_size_in_bytes + 2 * at_rest(state.opt_state, host=True)),
+            "host": gib(memory.host_temp_size_in_bytes + 2 * on_host),
             "device": capacity,
         },
         "flops_per_step_per_device": program.flops,

@@ -466,6 +466,23 @@ def test_a_new_learning_rate_or_schedule_at_a_resume_is_allowed_and_shown_first(
     assert {line.split(":")[0] for line in shown[3:]} == {"steps", "output_dir"}
 
 
+def test_what_decides_which_tokens_are_dropped_is_shown_first_at_a_resume():
+    mixtral = (
+        "model.family=mixtral", "model.num_local_experts=8", "model.num_experts_per_tok=2", "model.router_aux_loss_coef=0",
+        "model.router_jitter_noise=0",
+    )  # fmt: skip
+    moved = ("output_dir=x", "mesh.data=4", "moe.exchange=allgather", "optimizer.num_microbatches=2")
+    unbound, bound = load_config(None, *mixtral), load_config(None, *mixtral, "moe.buffer_factor=1")
+    refused, shown = differences(bound, load_config(None, *mixtral, *moved, "moe.buffer_factor=2"))
+    assert refused == [] and shown[-1].startswith("output_dir: ")
+    assert {line.split(":")[0] for line in shown if "other tokens are dropped" in line} == {
+        "mesh.data", "moe.exchange", "optimizer.num_microbatches", "moe.buffer_factor",
+    }  # fmt: skip
+    refused, shown = differences(unbound, load_config(None, *mixtral, *moved))
+    assert refused == [] and not any("dropped" in line for line in shown)
+    assert [line.split(":")[0] for line in differences(unbound, bound)[0]] == ["moe.buffer_factor"]
+
+
 def test_rows_are_no_longer_than_a_short_model_is_meant_for_where_nobody_says():
     config = load_config(None, "model.max_position_embeddings=256")
     assert config.data.seq_len == 256 and "less than the usual 2048" in config._sources["data", "seq_len"]

@@ -11,7 +11,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 FLOORS = [
     {"section"},
     {"sharding", "hardware", "hlo", "hub"},
-    {"linear", "attention", "exchange", "optim"},
+    {"linear", "attention", "exchange", "optim", "fp8"},
     {"layers", "moe"},
     {"models", "models.decoder", "models.llama", "models.mixtral"},
     {

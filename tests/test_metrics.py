@@ -103,6 +103,18 @@ def test_experts_are_shown_and_what_they_drop_is_warned_of(tmp_path, capsys):
     assert "WARNING: experts dropped 12.50%, raise moe.buffer_factor" in lines[1]
 
 
+def test_what_is_dropped_between_two_rows_is_counted_and_warned_of(tmp_path, capsys):
+    with Metrics(tmp_path, LoggingConfig(every=2, progress="lines"), total_steps=4) as log:
+        for step, dropped in ((1, 12.0), (2, 0.0), (3, 0.0), (4, 0.0)):
+            share, more = jnp.float32(dropped / 96), {"aux_loss": jnp.float32(2.5), "entropy": jnp.float32(1.25)}
+            log.record(step, step_metrics(step, dropped_tokens=jnp.float32(dropped), dropped_share=share, **more), 8)
+    first, second = rows_of(tmp_path)
+    assert (first["dropped_tokens"], first["dropped_share"]) == (12.0, 0.0625) and second["dropped_tokens"] == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "WARNING: experts dropped 6.25%" in lines[0] and "WARNING" not in lines[1]
+    assert all("aux loss 2.500  router entropy 1.25" in line for line in lines)
+
+
 def test_unknown_hardware_has_no_mfu_and_memory_is_this_process(tmp_path):
     with Metrics(tmp_path, QUIET, total_steps=2, flops_per_step=1e9) as log:
         train(log, 1, 2)

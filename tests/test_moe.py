@@ -69,7 +69,7 @@ def everyone_sends_to_everyone(operand, output, input_offsets, send_sizes, outpu
 
 @pytest.fixture(autouse=True)
 def ragged_on_a_cpu(monkeypatch):
-    """XLA:CPU lacks ragged-all-to-all. What stands in for it is written from its documentation; the real one is compiled in h100/."""
+    """XLA:CPU lacks ragged-all-to-all. What stands in for it is written from its documentation; tests/h100 compiles the real one."""
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", everyone_sends_to_everyone)
 
 
@@ -105,9 +105,9 @@ def inputs(rng, routing):
     )
 
 
-def value_and_gradients(how):
+def value_and_gradients(how, real=True):
     """Of one layer: its output, gradients by x, weights and kernel, rows of each group and dropped assignments, compiled."""
-    real = np.ones((8, 16), bool)
+    real = np.broadcast_to(real, (8, 16))
 
     @jax.jit
     def evaluate(x, weights, ids, kernel, cotangent):
@@ -131,16 +131,16 @@ def test_a_layer_equals_the_dense_oracle(rng, sizes, way):
             assert error(ours_, exact) < 2e-6, routing
 
 
-def kept_by_a_device(ids, places, rows_, groups):
+def kept_by_a_device(ids, real, places, rows_, groups):
     """Which assignments find room, bool as ids [B, T, K]: on each device of the expert axis the first `rows_` for its experts, in the order of the tokens of
-    all places (rows of the batch); with `groups`, rows_ / places of each place's own tokens."""
+    all places (rows of the batch) that are `real`; with `groups`, rows_ / places of each place's own tokens."""
     kept = np.zeros(ids.shape, bool)
     parts = np.array_split(np.arange(ids.shape[0]), places) if groups else [np.arange(ids.shape[0])]
     for device in range(places):
         for part in parts:
             room = rows_ // len(parts)
             for place in itertools.product(part, range(ids.shape[1]), range(ids.shape[2])):
-                if ids[place] // (E // places) == device and room:
+                if real[place[:2]] and ids[place] // (E // places) == device and room:
                     kept[place], room = True, room - 1
     return kept
 
@@ -150,14 +150,18 @@ def kept_by_a_device(ids, places, rows_, groups):
 def test_what_finds_no_room_is_dropped_and_counted_and_nothing_else_changes(rng, way, factor):
     places, routing = 4, "one expert idle"
     x, weights, ids, kernel, cotangent = inputs(rng, routing)
+    real = (
+        np.arange(16)[None] < np.array([16, 16, 15, 16, 16, 2, 16, 16])[:, None]
+    )  # padding takes no room and is not dropped
     how = exchange.Exchange(way, E, factor)
     with jax.set_mesh(mesh(expert=places)):
         num_rows = how.num_rows(ids[..., 0].size // places, K)
-        out, grads, sizes, dropped = value_and_gradients(how)(x, weights, ids, kernel, cotangent)
+        out, grads, sizes, dropped = value_and_gradients(how, real)(x, weights, ids, kernel, cotangent)
     assert num_rows == factor * ids.size / places
-    kept = kept_by_a_device(ids, places, num_rows, way == "alltoall")
-    assert int(dropped.sum()) == (~kept).sum() == ids.size - int(sizes.sum())
-    assert (~kept).any() == (factor < 2), "the case has both"
+    kept = kept_by_a_device(ids, real, places, num_rows, way == "alltoall")
+    lost = real[..., None] & ~kept
+    assert int(dropped.sum()) == lost.sum() == K * real.sum() - int(sizes.sum())
+    assert lost.any() == (factor < 2), "the case has both"
     left = weights * kept
     assert error(out, dense(x, left, ids, kernel)) < 2e-6
     want = derivatives(x, left, ids, kernel, cotangent)
@@ -250,6 +254,24 @@ def test_jitter_multiplies_what_router_and_experts_read(rng):
     with jax.set_mesh(mesh()):
         noisy, calm, before = run(x, real, noise), run(x, real), run(x * factor, real)
     assert error(noisy[0], before[0]) < 1e-6 < error(noisy[0], calm[0])
+
+
+def test_jitter_is_new_in_each_layer_and_step_and_absent_in_evaluation(monkeypatch):
+    keys = []
+    monkeypatch.setattr(
+        mixtral, "jitter", lambda x, noise, amount: (keys.append(noise[0]), moe.jitter(x, noise, amount))[1]
+    )
+    with_key = lambda *a: {**moe.statistics(*a), "key": jax.random.key_data(keys.pop())}
+    monkeypatch.setattr(mixtral, "statistics", with_key)
+    cfg = tiny(*MIXTRAL, "model.router_jitter_noise=0.1", "model.remat=full")
+    with jax.set_mesh(mesh()):
+        graphdef, state = step.init_state(cfg)
+        batch = to_device(rows(), 1, mesh())
+        drawn = jax.jit(lambda number: step.gradients(graphdef, state.params, batch, cfg, number)[1]["seen"]["key"])
+        seen = {tuple(key) for number in (0, 1) for key in np.asarray(drawn(number)).tolist()}
+        monkeypatch.setattr(mixtral, "statistics", moe.statistics)
+        jax.eval_shape(step.make_eval_step(graphdef, cfg), state, batch)
+    assert len(seen) == 2 * cfg.model.num_hidden_layers and not keys
 
 
 # --- the model against transformers ----------------------------------------------------------------------------------
@@ -349,7 +371,14 @@ def test_a_fused_folder_is_read_as_the_same_weights(oracle, tmp_path):
     assert worst(together, separate)[0] == 0
 
 
-def test_a_folder_with_both_layouts_is_refused(oracle, tmp_path):
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        (".mlp.experts.", "holds experts twice, fused .* and one by one"),
+        (".mlp.gate.", "holds a router twice, .*mlp.gate.weight and .*block_sparse_moe.gate.weight; remove"),
+    ],
+)
+def test_a_folder_with_both_layouts_is_refused(oracle, tmp_path, part, said):
     import shutil
 
     from safetensors.torch import save_file
@@ -359,9 +388,9 @@ def test_a_folder_with_both_layouts_is_refused(oracle, tmp_path):
     files = list((tmp_path / "both").glob("*.safetensors"))
     assert len(files) == 1
     files[0].rename(tmp_path / "both" / "model-00001-of-00002.safetensors")
-    fused = {name: value.contiguous() for name, value in model.state_dict().items() if ".mlp.experts." in name}
+    fused = {name: value.contiguous() for name, value in model.state_dict().items() if part in name}
     save_file(fused, tmp_path / "both" / "model-00002-of-00002.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match="holds experts twice, fused .* and one by one"):
+    with pytest.raises(UserError, match=said):
         loaded(tmp_path / "both", {})
 
 
@@ -503,6 +532,8 @@ def test_configs_that_cannot_be_are_refused():
         ((*MIXTRAL, "model.router_jitter_noise=1.5"), "router_jitter_noise"),
         ((*MIXTRAL, "mesh.expert=3"), "mesh.expert: 3 places do not divide model.num_local_experts = 8; legal: 1, 2, 4, 8"),
         (("mesh.expert=2",), "mesh.expert: 2 places for experts, of which a llama has none; use mesh.data"),
+        (("moe.z_loss=0.001",), "moe.z_loss: 0.001 is for a mixture of experts, and a llama has none; remove it"),
+        (("moe.exchange=none",), 'moe.exchange: "none" is for a mixture of experts, and a llama has none; remove it'),
         ((*MIXTRAL, "moe.exchange=none", "moe.buffer_factor=2"), "moe.buffer_factor: 2 bounds what a device receives.*remove one"),
         ((*MIXTRAL, "moe.buffer_factor=0"), "moe.buffer_factor"),
     ):  # fmt: skip

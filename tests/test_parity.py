@@ -1,6 +1,7 @@
 """Everything that must not change the maths, in every pair: `benchmarks/parity.py` runs the full product."""
 
 import dataclasses
+import os
 
 import jax
 import numpy as np
@@ -16,6 +17,22 @@ from support import batch_on, error, mesh, rows, tiny
 def test_loss_and_gradients_are_those_of_one_device(case):
     loss, gradient, path = parity.errors(case)
     assert loss <= parity.LOSS and gradient <= parity.GRADIENT, (loss, gradient, path)
+
+
+@pytest.mark.parametrize(
+    ("only", "said"),
+    [
+        (["expert=3"], "no case has expert=3; of those chosen it has 1, 2, 4, 8"),
+        (["experts=None", "expert=2"], "no case has expert=2; of those chosen it has 1"),
+        (["expart=2"], "no case has expart=2; factors are sequence, data, expert, experts"),
+    ],
+)
+def test_a_part_of_the_product_without_a_case_is_no_success(only, said, capsys, monkeypatch):
+    for name in ("JAX_PLATFORMS", "XLA_FLAGS"):  # the command sets them
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    with pytest.raises(SystemExit):
+        parity.main(["--pairs", "--only", *only])
+    assert said in capsys.readouterr().err
 
 
 def curve(sequence, steps=50):

@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from jaxllm import config, hlo, plan
+from support import tiny
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 pytestmark = [
@@ -51,3 +52,11 @@ def test_a_step_needs_at_most_60_gib_and_overlaps_its_communication(way, weights
     )  # near the limit one reduce-scatter of 0.16 GiB more waits
     assert len(large) >= 17 and len(waiting) <= 3 + newer, waiting
     assert not [line for line in lines if "Involuntary full rematerialization" in line]
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_a_plan_counts_moments_where_they_rest(place):
+    memory = plan.report(tiny(f"optimizer.moments_memory={place}", "model.vocab_size=200000"), "h100:8")["memory_gib"]
+    moments = 2 * memory["weights"]
+    expected = (moments, 0) if place == "device" else (0, 2 * moments)  # in host memory the old and the new ones
+    assert (memory["optimizer"], memory["host"]) == pytest.approx(expected, abs=2e-3) and memory["weights"] > 0.01

@@ -1,11 +1,16 @@
 """Mixtral 8x7B compiled for H100s that are not here: memory, collectives, kernels. Compiled, not measured."""
 
 import pathlib
+import re
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from h100.compiled import MARKS
-from jaxllm import config, plan
+from jaxllm import config, exchange, plan, sharding
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 pytestmark = MARKS
@@ -51,6 +56,32 @@ def test_weights_of_experts_are_gathered_between_nodes_and_tokens_inside_them(on
     assert {c["bytes"] for c in gathered} >= {one_expert}, "one matrix of one expert at a time"
     tokens = 8 * 4096 * 4096 * 2
     assert tokens in {c["bytes"] for c in gathered}
+
+
+@pytest.mark.parametrize(
+    "way, factor, rows",
+    [("ragged", None, [512, 512, 2048, 2048]), ("ragged", 1.5, [512, 512, 768, 768]), ("alltoall", 2, [128] * 4)],
+)
+def test_tokens_that_are_sent_travel_in_bounded_rows_there_and_back_in_both_directions(way, factor, rows):
+    """Dispatch and combine alone, 8 places with 256 tokens and top 2. XLA:CPU has no ragged-all-to-all: nothing else compiles the real one."""
+    how, mesh = (
+        exchange.Exchange(way, 8, factor),
+        sharding.make_mesh(sharding.MeshConfig(expert=8), plan.devices("h100:8")),
+    )
+    shapes = ((8, 256, 512), jnp.bfloat16), ((8, 256, 2), jnp.float32), ((8, 256, 2), jnp.int32), ((8, 256), jnp.bool_)
+    placed = NamedSharding(mesh, P(sharding.BATCH))
+    arguments = [jax.ShapeDtypeStruct(*shape, sharding=placed) for shape in shapes]
+
+    def there_and_back(x, weights, ids, real):
+        out, _, home, _ = exchange.dispatch(x, ids, real, how)
+        return jnp.sum(exchange.combine(out * out, weights, home, how, jnp.bfloat16).astype(jnp.float32) ** 2)
+
+    with jax.set_mesh(mesh), plan.uncached(), plan.compiler_output():
+        lowered = jax.jit(jax.grad(there_and_back, (0, 1))).trace(*arguments).lower(lowering_platforms=("cuda",))
+        text = lowered.compile().as_text()
+    kind = {"ragged": "ragged-all-to-all", "alltoall": "all-to-all"}[way]
+    found = re.findall(rf"bf16\[(?:8,)?(\d+),512\][^=\n]* {kind}(?:-start)?\(", text)
+    assert sorted(map(int, found)) == rows
 
 
 def test_kernels_whose_results_are_kept_run_once():
