@@ -127,7 +127,7 @@ def test_sixty_steps_killed_five_times_at_random_and_resumed_by_others_are_byte_
             if spared:
                 finish(processes)
                 break
-            end, deadline = 10 * life + int(rng.integers(1, 6)), time.monotonic() + 100
+            end, deadline = 10 * life + int(rng.integers(1, 6)), time.monotonic() + 300
             while max(steps_of(tmp_path, f"*-{name}-*"), default=0) < end:
                 failed = [process for process in processes if process.poll() is not None]
                 assert not failed and time.monotonic() < deadline, [process.stderr.read()[-2000:] for process in failed]
