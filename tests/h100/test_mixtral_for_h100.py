@@ -86,6 +86,9 @@ def test_tokens_that_are_sent_travel_in_bounded_rows_there_and_back_in_both_dire
 
 def test_kernels_whose_results_are_kept_run_once():
     """With "dots" nothing of a layer is computed again: three attention kernels, and a forward product, two gradients for each of three weights."""
-    small = ("model.num_hidden_layers=2", "model.remat=dots", "mesh.data=1", "data.global_batch_size=8")
+    small = (
+        "model.num_hidden_layers=2", "model.hidden_size=512", "model.intermediate_size=512", "model.num_attention_heads=4", "model.vocab_size=1024",
+        "model.num_key_value_heads=4", "model.remat=dots", "mesh.data=1", "data.global_batch_size=8",
+    )  # fmt: skip
     on_8 = plan.report(config.load_config(ROOT / "configs" / "mixtral_8x7b.toml", *small), "h100:8")
     assert on_8["custom_calls"]["mosaic_gpu_v2"] == 2 * (3 + 3 + 6)
