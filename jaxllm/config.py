@@ -71,6 +71,11 @@ class Config(Section):
             raise UserError("\n".join(conflicts))
         return self
 
+    @property
+    def rows_per_microbatch(self) -> int:
+        """Rows that are differentiated at a time, over all devices."""
+        return self.data.global_batch_size // self.optimizer.num_microbatches
+
     def __eq__(self, other):
         return isinstance(other, Config) and dump(self) == dump(other)
 
@@ -138,7 +143,7 @@ def load_config(path: str | Path | None, *overrides: str, resolve_path: bool = T
         ("data", "seq_len") not in known
         and given is not None
         and isinstance(given.value, int)
-        and 0 < given.value < usual
+        and 1 < given.value < usual
     ):
         known["data", "seq_len"] = Setting(given.value, f"model.max_position_embeddings, less than the usual {usual}")
     try:
@@ -306,12 +311,13 @@ def _conflicts(config: Config, num_devices: int | None) -> list[str]:
     microbatches = {"optimizer.num_microbatches": config.optimizer.num_microbatches}
     conflicts += _not_a_multiple("data.global_batch_size", config.data.global_batch_size, rows | microbatches)
     conflicts += moe_conflicts(config.moe, config.model, sizes["expert"])
-    lengths = {"data.seq_len": config.data.seq_len}
+    lengths = [("data.seq_len", config.data.seq_len, "shorten the rows")]
     if config.evaluation.prompt is not None:
-        lengths["evaluation.prompt_tokens and a prompt"] = config.evaluation.prompt_tokens + 1
-    for name, length in lengths.items():
+        sample = "evaluation.prompt_tokens, with a prompt of at least one", config.evaluation.prompt_tokens + 1
+        lengths.append((*sample, "lower evaluation.prompt_tokens"))
+    for length in lengths:
         try:
-            config.model.check_length(name, length)
+            config.model.check_length(*length)
         except UserError as error:
             conflicts.append(str(error))
     if config.attention.backend == "cudnn" and packing_of(config.data) != "none":

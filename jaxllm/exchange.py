@@ -15,8 +15,10 @@ Without a bound, R = P N min(K, E / P) in the last three and C = R / P.
 A bound: R = buffer_factor x N K rows (1: what a perfectly balanced router fills). Assignments that do not fit are dropped: the weights of the token's other
 experts are not changed for it (arXiv 2101.03961). Kept are the first R in the order of the tokens; with "alltoall" the first R / P of each pair of devices.
 
-Everything is gathers in both directions (custom_vjps with the inverse map), and a token's experts are summed in float32 in a fixed order: nothing is
-added by scattering, and a repeated run gives the same bits. Not here: the router (`moe`), and the choice between the ways.
+Rows move by gathers in both directions (custom_vjps with the inverse map; only its numbers are scattered, one to a place), and a token's experts are
+summed in float32 in a fixed order: nothing is added by scattering, and a repeated run gives the same bits.
+
+Not here: the router (`moe`), and the choice between the ways.
 """
 
 import dataclasses

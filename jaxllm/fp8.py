@@ -1,4 +1,5 @@
-"""FP8 with delayed scaling: casts, products of FP8 operands, and the scales' rule, as functions over arrays. `linear` is what calls them.
+"""FP8 with delayed scaling: casts, products of FP8 operands, and the scales' rule, as functions over arrays. Made for `linear`, which
+does not call them yet: no config reaches this file.
 
 A tensor that is multiplied in FP8 is multiplied by its scale first, so that its largest magnitude (amax) meets the largest number of its format. The scale
 is delayed: it comes from the amax of earlier steps, so nothing waits for a pass over the tensor. Casts and rule are those of NVIDIA TransformerEngine's

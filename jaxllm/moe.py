@@ -109,8 +109,12 @@ def choose_exchange(config: MoEConfig, model, num_tokens: int, training: bool = 
 
     "auto" compares what a device moves over the expert axis for one layer and step, P places and N tokens per device, in bytes: for "none" the other places'
     experts, gathered twice in bfloat16 and their gradients summed in float32, 8 x 3 x experts x hidden x intermediate x (P - 1) / P; for "allgather" the
-    others' tokens, gathered and scattered in both directions, 14 x N x hidden x (P - 1)."""
-    places = axis_size("expert")
+    others' tokens, gathered and scattered in both directions, 14 x N x hidden x (P - 1). UserError where the devices lack what is asked for."""
+    places, kind = axis_size("expert"), attention.device_kind()
+    if config.exchange == "ragged" and not kind.startswith("NVIDIA"):
+        raise UserError(
+            f'moe.exchange: "ragged" needs GPUs, XLA has no ragged-all-to-all for {kind!r}; "alltoall" sends the same, padded'
+        )
     bound = config.buffer_factor if training else None
     make = lambda way: Exchange(way, model.num_local_experts, bound)
     if config.exchange != "auto":
@@ -125,9 +129,10 @@ def choose_exchange(config: MoEConfig, model, num_tokens: int, training: bool = 
     return make("allgather" if tokens <= experts else "none"), moved
 
 
-def describe(config: MoEConfig, model, num_tokens: int, compute: str) -> str:
-    """One line on what the mixture of experts will do on the current mesh, for `num_tokens` tokens of a microbatch; UserError where it cannot be done."""
-    how, reason = choose_exchange(config, model, num_tokens)
+def describe(config: MoEConfig, model, num_rows: int, seq_len: int, compute: str) -> str:
+    """One line on what the mixture of experts will do on the current mesh, for a microbatch of `num_rows` rows; UserError where it cannot be done."""
+    places = attention.row_places(axis_size("sequence"), seq_len, model.sliding_window)
+    how, reason = choose_exchange(config, model, num_rows * places)
     text = f"experts: {how.num_experts} over {axis_size('expert')} places, exchange {how.way} ({reason}), products by {choose_backend(config, compute)}"
     if config.buffer_factor is None:
         return text
@@ -164,10 +169,6 @@ def choose_backend(config: MoEConfig, dtype) -> str:
     """What multiplies rows by their experts on the current mesh's devices. UserError where what is asked for does not fit."""
     kind = attention.device_kind()
     fits = {"xla": True, "hopper": attention.is_hopper(kind) and jnp.dtype(dtype) == jnp.bfloat16}
-    if config.exchange == "ragged" and not kind.startswith("NVIDIA"):
-        raise UserError(
-            f'moe.exchange: "ragged" needs GPUs, XLA has no ragged-all-to-all for {kind!r}; "alltoall" sends the same, padded'
-        )
     if config.backend == "auto":
         return "hopper" if fits["hopper"] else "xla"
     if not fits[config.backend]:

@@ -139,7 +139,7 @@ def kernel_flops(kernels, cfg) -> float | None:
     seq_len, model = cfg.data.seq_len, cfg.model
     window = min(model.sliding_window or seq_len, seq_len)
     keys = (window - window**2 / (2 * seq_len)) / attention.calls_per_pass(cfg.attention, model, seq_len)
-    tokens = cfg.data.global_batch_size * seq_len / axis_size(*AXES) / cfg.optimizer.num_microbatches
+    tokens = cfg.rows_per_microbatch * seq_len / axis_size(*AXES)
     total = 0.0
     for kernel in kernels:
         if kernel.target not in KERNELS:
@@ -168,10 +168,9 @@ def report(cfg, on: str) -> dict:
     config.check(cfg, hosts * count)
     with jax.set_mesh(sharding.make_mesh(cfg.mesh, devices(on))):
         described = attention.describe(cfg.attention, cfg.model, cfg.precision.compute, cfg.data.seq_len)
-        tokens = cfg.data.global_batch_size // cfg.optimizer.num_microbatches * cfg.data.seq_len
-        experts = (
-            moe.describe(cfg.moe, cfg.model, tokens, cfg.precision.compute) if cfg.model.num_local_experts else None
-        )
+        experts = None
+        if cfg.model.num_local_experts:
+            experts = moe.describe(cfg.moe, cfg.model, cfg.rows_per_microbatch, cfg.data.seq_len, cfg.precision.compute)
         compiled, state, seconds, lines = compile_step(cfg, on)
         memory, program = compiled.memory_analysis(), hlo.read(compiled.as_text())
         in_kernels = kernel_flops(program.kernels, cfg)

@@ -188,8 +188,9 @@ def make_train_step(graphdef, cfg: Config):
 
 
 class _InTwo:
-    """A training step in two programs, with what of a jitted function is used of one. XLA counts arguments in host memory against the device's, and so stops
-    overlapping communication long before the device is full: what communicates must not get to see them."""
+    """A training step in two programs, with what of a jitted function is used of one: gradients, and the update, which alone sees moments in host memory. In
+    compiles that took them for arguments of the device, one program stopped overlapping communication; it may not where they are known to be the host's
+    (docs/decisions.md)."""
 
     def __init__(self, differentiate, descend):
         self._functions, self._compiled = (differentiate, descend), None
@@ -237,8 +238,8 @@ class _Two:
         return self.programs[0].as_text()
 
     def memory_analysis(self):
-        """Of the first program. The second has parameters and gradients, and one layer's moments where the first has activations; XLA reports its arguments
-        in host memory as the device's."""
+        """Of the first program. The second has parameters and gradients, and one layer's moments where the first has activations; compiled for GPUs that
+        are not here, its arguments in host memory are reported as the device's."""
         return self.programs[0].memory_analysis()
 
 

@@ -129,8 +129,8 @@ def train(cfg) -> int:
         print(f"mesh: {', '.join(f'{axis} {size}' for axis, size in mesh.shape.items())}", flush=True)
         print(attention.describe(cfg.attention, cfg.model, cfg.precision.compute, cfg.data.seq_len), flush=True)
         if cfg.model.num_local_experts:
-            tokens = cfg.data.global_batch_size // cfg.optimizer.num_microbatches * cfg.data.seq_len
-            print(moe.describe(cfg.moe, cfg.model, tokens, cfg.precision.compute), flush=True)
+            shape = cfg.rows_per_microbatch, cfg.data.seq_len
+            print(moe.describe(cfg.moe, cfg.model, *shape, cfg.precision.compute), flush=True)
         graphdef, abstract = step.abstract_state(cfg)
         print(memory_estimate(abstract, device), flush=True)
 
@@ -149,9 +149,10 @@ def train(cfg) -> int:
                 raise UserError("evaluation.prompt: a tokenizer is needed to read it; set data.tokenizer")
             evaluation = evaluation_sets(cfg, batches) if cfg.evaluation.every else {}
         print(f"training on {batches.summary}", flush=True)
-        if not cfg.evaluation.every and (cfg.evaluation.path or cfg.evaluation.sets):
+        unused = [f"evaluation.{name}" for name in ("path", "sets") if getattr(cfg.evaluation, name)]
+        if unused and not cfg.evaluation.every:
             print(
-                "evaluation.every = 0: nothing is evaluated on evaluation.path and evaluation.sets",
+                f"evaluation.every = 0: nothing is evaluated on {' and '.join(unused)}; set evaluation.every to steps between evaluations",
                 flush=True,
             )
         for name, held_out in evaluation.items():
@@ -436,12 +437,14 @@ def memory_estimate(abstract, device) -> str:
 
 
 def out_of_memory_advice(cfg) -> str:
+    moments = {"moments": "8bit", "moments_memory": "host"} if cfg.optimizer.kind == "adamw" else {}
+    present = ((f"optimizer.{name}", value, getattr(cfg.optimizer, name)) for name, value in moments.items())
+    smaller = "".join(f", {name}={value} (now {now})" for name, value, now in present if now != value)
     return (
         f"the device is out of memory. Most helpful first: model.remat={'full' if cfg.model.remat != 'full' else 'offload'} (now "
         f"{cfg.model.remat!r}), optimizer.num_microbatches={2 * cfg.optimizer.num_microbatches} (now {cfg.optimizer.num_microbatches}), more "
         f"devices in mesh.data or mesh.sequence (now {cfg.mesh.described()}), loss.chunk_size={max(cfg.loss.chunk_size // 4, 1)} (now "
-        f"{cfg.loss.chunk_size}), optimizer.moments=8bit (now {cfg.optimizer.moments}) or optimizer.moments_memory=host. python -m "
-        "jaxllm.plan shows what each needs"
+        f"{cfg.loss.chunk_size}){smaller}. python -m jaxllm.plan shows what each needs"
     )
 
 

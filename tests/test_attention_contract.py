@@ -54,7 +54,7 @@ def load(monkeypatch):
 @pytest.mark.parametrize("name", KERNELS)
 def test_out_lse_and_gradient_blocks_are_the_oracles(load, name, case):
     backend, case = load(name), contract.CASES[case]
-    for dtype in DTYPES[name][: None if case.garbage or case.change else 1]:
+    for dtype in DTYPES[name][: None if case.garbage or case.change or case.pieces > 1 else 1]:
         q, k, v, *intervals, do = clean = case.inputs(dtype)
         if case.garbage:
             values = np.minimum(GARBAGE[name], float(ml_dtypes.finfo(dtype).max))

@@ -5,7 +5,6 @@ Its numbers are held to float64 with those of the other backends, in test_attent
 
 import importlib.util
 import itertools
-import json
 import os
 import re
 import subprocess
@@ -110,7 +109,6 @@ def test_every_plan_compiles_without_spills_and_fetches_ahead(monkeypatch, head_
     assert {call[0] for call in calls} == backend._PLANS.keys()
     for call in calls:
         facts = triton_children.ask("compile", *call, capability)
-        print(json.dumps(dict(program=call[0], head_dim=head_dim, capability=capability, **facts)))
         assert facts["stack"] == facts["local"] == 0, (call[0], facts)
         assert facts["shared"] <= SHARED_MEMORY[capability], (call[0], facts)
         assert facts["cp_async"] > 0 and facts["mma"] + facts["wgmma"] > 0, (call[0], facts)

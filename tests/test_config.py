@@ -220,7 +220,10 @@ def test_a_sample_longer_than_the_model_is_meant_for_is_refused():
     asked = ["model.max_position_embeddings=64", "data.seq_len=64", "evaluation.prompt=x"]
     load_config(None, *asked, "evaluation.prompt_tokens=63")
     message = refusal(*asked, "evaluation.prompt_tokens=64")
-    assert message.startswith("evaluation.prompt_tokens and a prompt: 65 tokens") and "= 64" in message
+    assert (
+        message.startswith("evaluation.prompt_tokens, with a prompt of at least one: 65 tokens") and "= 64" in message
+    )
+    assert "lower evaluation.prompt_tokens" in message
 
 
 def test_evaluation_batches_must_divide_too_when_there_is_an_evaluation():

@@ -549,12 +549,26 @@ def test_shares_of_what_is_clipped_and_of_what_is_lost(rng):
     stacked, kernels, scales = stack_of_layers(rng)
     zeros = {op: jnp.zeros((LAYERS, 2)) for op in OPERANDS}
     of_both = jax.jit(jax.grad(whole_loss, argnums=(1, 4)), static_argnums=3)
-    amax, seen = of_both(kernels, {**scales, "kernel": jnp.float32([500, 2000, 1])}, stacked, False, zeros)
+    amax, seen = of_both(
+        kernels,
+        {
+            **scales,
+            "kernel": jnp.float32([500, 2000, 1]),
+            "input": jnp.full(3, 500.0),
+            "output_grad": jnp.full(3, 1e12),
+        },
+        stacked,
+        False,
+        zeros,
+    )
     np.testing.assert_array_equal(amax["kernel"], np.abs(kernels).max((1, 2)))
     want = np.stack([fp8.shares(k, jnp.float32(s), e4m3) for k, s in zip(kernels, (500, 2000, 1), strict=True)])
     np.testing.assert_array_equal(seen["kernel"], want)
     assert want[0, 0] == 0 < want[1, 0]
-    assert seen["input"].shape == seen["output_grad"].shape == (LAYERS, 2)
+    np.testing.assert_array_equal(seen["input"][0], fp8.shares(stacked, jnp.float32(500), e4m3))
+    assert (
+        seen["input"][0, 0] > 0 and np.all(seen["output_grad"][:, 0] > 0) and seen["output_grad"].shape == (LAYERS, 2)
+    )
 
 
 # --- config -----------------------------------------------------------------------------------------------------------

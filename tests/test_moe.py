@@ -504,7 +504,7 @@ def test_the_exchange_that_is_chosen_is_said():
     """Mixtral 8x7B: 4,096 tokens per GPU are fewer bytes than its experts, 32,768 are more."""
     cfg = config.load_config(ROOT / "configs" / "mixtral_8x7b.toml")
     says = lambda tokens, dtype="float32", **moe_settings: moe.describe(
-        moe.MoEConfig(**moe_settings), cfg.model, tokens, dtype
+        moe.MoEConfig(**moe_settings), cfg.model, 1, tokens, dtype
     )
     with jax.set_mesh(mesh(expert=8)):
         assert says(8 * 4096) == (

@@ -590,7 +590,7 @@ def test_a_turn_that_says_it_is_not_trained_is_read_and_not_trained(folders, sty
         document = render(folders[style], marked)
         assert document.tokens.tolist() == whole.tokens.tolist() and parts(folders[style], document) == ["b<|im_end|>"]
         both = np.flatnonzero(whole.loss_weights)
-        assert np.flatnonzero(document.loss_weights).tolist() == both[2:].tolist() if left == 3 else both[:2].tolist()
+        assert np.flatnonzero(document.loss_weights).tolist() == (both[2:] if left == 3 else both[:2]).tolist()
     marked[1]["weight"] = marked[3]["weight"] = 0
     with pytest.raises(UserError, match="says that it is not"):
         render(folders[style], marked)

@@ -13,14 +13,14 @@ Which test holds which promise of context parallelism (without a file: here; "co
   9 any order and number of pieces, infinite lse: test_chunks_may_be_folded_in_any_order_and_number, test_merging_with_lse_far_apart_or_infinite
 10 what is skipped is not computed and not sent, equal work: test_executed_tiles_are_the_same_on_every_rank, test_dead_steps_are_not_sent,
    test_zigzag_gives_..., tiles in test_attention_hopper.py and test_attention_triton.py
-11 grouped heads without repeated keys: test_keys_are_never_repeated_for_their_query_heads, contract (8 heads a key head), CASES
+11 grouped heads without repeated keys: test_keys_are_never_repeated_for_their_query_heads, contract (4 heads a key head), CASES
 12 gradients of keys come home: test_gradients_of_keys_come_home
 13 every hop behind a kernel; 14 memory is the formula: h100/test_ring_for_h100.py
 15 no spills, tensor cores, asynchronous copies: h100/test_hopper_plans.py, test_attention_triton.py (every plan)
 16 two runs agree to the bit: test_equal_logits_give_the_mean_and_a_repeated_run_the_same_bits; on a GPU: python -m benchmarks.gpu
 17 recomputation does not repeat the ring: test_recomputation_repeats_no_transfer_of_what_is_saved_by_name; policies x meshes: test_parity.py
-18 jit, scan, vmap, other axes; accumulation, donation: test_other_mesh_axes_vmap_and_scan, test_a_shard_map_that_checks_...; test_parity.py,
-   test_step.py
+18 jit, scan, vmap, other axes; accumulation; donation: test_other_mesh_axes_vmap_and_scan, test_a_shard_map_that_checks_...; test_parity.py;
+   h100/test_hopper_plans.py (folds and sums copy nothing)
 19 what does not divide is refused, or completed before: test_a_row_that_does_not_divide_..., test_an_odd_number_of_tokens_...,
    test_what_completes_..., the backends' files; test_parity.py
 20 positions travel with tokens, and it shows if they do not: test_parity.py, test_model.py (far positions on a ring)

@@ -251,6 +251,9 @@ ODD = {
         '{"tokens": "1 2"}': "field 'tokens' is a string, a list of token ids is wanted",
         '{"ids": [1]}': "one field of token ids is wanted, 'tokens' or 'input_ids'; neither is there (fields here: ids)",
         '{"tokens": [1], "input_ids": [2]}': "one field of token ids is wanted, 'tokens' or 'input_ids'; both are there",
+        '{"tokens": [1, 2], "labels": [1, [2]]}': "field 'labels' is not the ids themselves",
+        '{"tokens": [1, 2], "labels": {"a": 1}}': "field 'labels' is not the ids themselves",
+        '{"tokens": [], "loss_mask": [1]}': "field 'loss_mask' is not 1 at every place",
     },
 }
 USUAL = {  # kind: (a record, what is read of it, one that is empty)
@@ -269,6 +272,17 @@ def test_an_odd_record_is_refused_by_place_and_reason_or_skipped_and_counted(tmp
     documents = Documents(path, kind=kind, on_bad="skip")
     assert [list(one) if kind == "tokens" else one for one in (documents[0], documents[1])] == [wanted, wanted]
     assert len(documents) == 2 and "1 empty" in documents.summary() and "1 skipped" in documents.summary()
+
+
+def test_a_record_nested_too_deeply_for_what_follows_its_parser_is_refused_by_place_or_skipped(tmp_path):
+    depth = 700 if sys.version_info < (3, 12) else 3000  # from 3.12 on the parser counts by itself, and further
+    nested = '[{"a": ' + "[" * depth + "]" * depth + "}]"
+    for tools in (nested, json.dumps(nested), json.dumps("[" * 100_000)):
+        line = json.dumps({"messages": GOOD["messages"]})[:-1] + f', "tools": {tools}}}'
+        formats.parse_json(line)
+        (tmp_path / "d.jsonl").write_text(f"{json.dumps(GOOD)}\n{line}\n")
+        assert f"{tmp_path / 'd.jsonl'}:2: is nested too deeply" in refusal(str(tmp_path / "d.jsonl"), kind="chat")
+        assert read(str(tmp_path / "d.jsonl"), kind="chat", on_bad="skip") == [GOOD]
 
 
 def test_tools_calls_and_own_fields_of_messages_come_through_from_json_and_tables_alike(tmp_path):
@@ -324,7 +338,13 @@ def test_ids_come_as_int32_with_the_largest_known_and_masks_that_change_nothing(
 
 @pytest.mark.parametrize(
     "field, values",
-    [("attention_mask", [1, 1, 0]), ("loss_mask", [0, 1, 1]), ("labels", [-100, 5, 9]), ("labels", [7, 5])],
+    [
+        ("attention_mask", [1, 1, 0]),
+        ("loss_mask", [0, 1, 1]),
+        ("labels", [-100, 5, 9]),
+        ("labels", [7, 5]),
+        ("labels", [[7], [5, 5], [9]]),
+    ],
 )
 def test_masks_of_token_ids_that_ask_for_more_than_training_on_all_are_refused(tmp_path, field, values):
     for name in ("t.jsonl", "t.parquet"):

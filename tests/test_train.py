@@ -312,7 +312,7 @@ def test_nan_in_the_weights_is_refused_with_the_tensor_s_name(config_file, corpu
 
     output = tmp_path / "run"
     text = run(config_file, output, "steps=2", 'checkpoint.export="float32"', f"evaluation.path={corpus}")
-    assert "evaluation.every = 0: nothing is evaluated" in text
+    assert "evaluation.every = 0: nothing is evaluated on evaluation.path; set evaluation.every" in text
     folder = output / "export" / "2"
     weights = load_file(folder / "model.safetensors")
     weights["model.layers.1.mlp.down_proj.weight"][0, 0] = np.nan

@@ -129,7 +129,7 @@ def serve(function):
             return
         try:
             answer = function(*arguments), None
-        except Exception:
+        except Exception:  # whatever it is: the parent fails its test with this text, and the next question is answered
             answer = None, traceback.format_exc()
         pickle.dump(answer, answers)
         answers.flush()
@@ -156,7 +156,10 @@ def ask(mode, *arguments):
     process = _child(mode)
     pickle.dump(arguments, process.stdin)
     process.stdin.flush()
-    answer, error_text = pickle.load(process.stdout)
+    try:
+        answer, error_text = pickle.load(process.stdout)
+    except EOFError:
+        raise AssertionError(f"the {mode} child ended with code {process.wait()}; its messages are on stderr") from None
     assert error_text is None, error_text
     return answer
 

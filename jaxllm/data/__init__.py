@@ -50,8 +50,8 @@ class DataConfig(Section):
     """Files, folders or globs (`**` goes into subfolders); `{stdlib}` stands for the folder of Python's standard library.
     Relative paths start at the working directory. The name tells the format: .jsonl, .ndjson and .json are one JSON
     object per line, .parquet, .arrow, .feather and .ipc are tables, .npy and .bin (with FILE.bin.json beside it) hold
-    token ids, all other files are one document each, in UTF-8, unless they begin with a JSON object or are called .csv or
-    .tsv, which is refused; text and JSON lines may be compressed as .gz or .zst. A
+    token ids, all other files are one document each, in UTF-8, unless their first line is a JSON object or they are called
+    .csv or .tsv, which is refused; text and JSON lines may be compressed as .gz or .zst. A
     folder gives its .txt, .text, .md, .rst, .py, JSON lines and table files, subfolders included. Files are taken entry
     by entry, sorted within each, and one that is reached twice is read once; hidden files and marker files (_SUCCESS)
     are passed over. A text file or a line holds at most 1 GiB."""

@@ -312,7 +312,8 @@ class Batches:
         all processes when one has an error, else the others would wait for it in the middle of a step.
 
         Lanes end at different steps; a process that is done goes on with padding until all are. The states of a batch are
-        sent before the batch ahead of it is trained on, so that reading them here waits for no step.
+        sent before the batch ahead of it is trained on, so that reading them here waits for no step later than the one
+        before the last (unmeasured).
         """
         item, states, error = self._ahead or self._look_ahead()
         states = np.asarray(states.addressable_data(0)).reshape(-1)
@@ -356,19 +357,19 @@ _ENDED, _MORE, _FAILED = range(3)  # what a process has for a batch
 
 def _sent_to_all(state):
     """A number of every process, as an array i32[processes] that is there on all of them; not waited for. Collective."""
+    shared, copy = _by_process()
+    return copy(jax.make_array_from_process_local_data(shared, np.array([state], np.int32), (jax.process_count(),)))
+
+
+@functools.cache
+def _by_process():
+    """(sharding of an array with one place per process, jitted copy of such an array to all of them)."""
     by_process = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     devices = np.array(by_process).reshape(jax.process_count(), -1)[:, :1]
     mesh = jax.sharding.Mesh(devices, ("process", "one"))
     shared = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("process"))
-    mine = np.array([state], np.int32)
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    values = jax.make_array_from_process_local_data(shared, mine, (jax.process_count(),))
-    return _copy_to(everywhere)(values)
-
-
-@functools.cache
-def _copy_to(sharding):
-    return jax.jit(lambda values: values, out_shardings=sharding)
+    return shared, jax.jit(lambda values: values, out_shardings=everywhere)
 
 
 def _gather(values):

@@ -189,8 +189,8 @@ def _check(document):
 
 
 def is_alone():
-    """Whether there is no other process. jax.process_count() alone would start a backend, 80 MB that a look at the data
-    has no use for."""
+    """Whether there is no other process. jax.process_count() alone would start a backend, memory that a look at the
+    data has no use for."""
     import jax
 
     return not jax.distributed.is_initialized() or jax.process_count() == 1

@@ -55,6 +55,8 @@ class ChatTemplate:
 
     def __init__(self, source, names, where, tool_source=None):
         self.source, self.names, self.where, self.tool_source = source, names, where, tool_source
+        self.sources = tuple(source for source in (source, tool_source) if source is not None)
+        self._tagged = {source: re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None for source in self.sources}
         self._compiled  # noqa: B018  a template that is no Jinja is told now
 
     def __getstate__(self):
@@ -62,7 +64,7 @@ class ChatTemplate:
 
     def has_generation_tags(self, tools):
         """Whether the template for conversations with these tools says what is trained."""
-        return re.search(r"\{%-?\s*generation\s*-?%\}", self._source(tools)) is not None
+        return self._tagged[self._source(tools)]
 
     def _source(self, tools):
         return self.tool_source if tools and self.tool_source is not None else self.source
@@ -70,7 +72,7 @@ class ChatTemplate:
     @functools.cached_property
     def _compiled(self):
         """{source: compiled}."""
-        return {source: self._compile(source) for source in (self.source, self.tool_source) if source is not None}
+        return {source: self._compile(source) for source in self.sources}
 
     def _compile(self, source):
         try:
@@ -295,15 +297,14 @@ class ChatRenderer(_ConversationRenderer):
         super().__init__(tokenizer, data)
         self.template = template
         added = tokenizer.library.get_added_tokens_decoder()
-        self.control_ids = _control_ids(added, template.source + (template.tool_source or ""))
+        self.control_ids = _control_ids(added, "".join(template.sources))
         # What may end a turn: a token that is called special. (A `</tool_call>` of the template's ends no turn.)
         self.special = {token.content for token in added.values() if token.special} | {template.names.get("eos_token")}
         self._places = {name: place for place, name in enumerate(sorted(self.control_ids))}
         self.controls = control_pattern(self.control_ids)
         self._hints = sorted({text[:2] for text in self.control_ids})
-        sources = [template.source, *[template.tool_source] * (template.tool_source is not None)]
         self.fingerprint = self._fingerprint(
-            *sources, template.names, self.train_on, data.add_bos, data.on_long, data.on_bad, data.seq_len
+            *template.sources, template.names, self.train_on, data.add_bos, data.on_long, data.on_bad, data.seq_len
         )
         if data.add_bos is False and tokenizer.bos_id is not None:
             turns = [{"role": role, "content": "a"} for role in ("user", "assistant") * 2]
@@ -380,7 +381,7 @@ class ChatRenderer(_ConversationRenderer):
         ]
         controls, spans = {end: conversation.text[begin:end] for begin, end in conversation.controls}, []
         begins, asked_on = {begin for begin, _ in tagged}, False
-        ends = self._ends(self._render_or_none(messages[: turns[-1] + 1], tools)) if turns else set()
+        ends = self._ends(self._render_or_none(messages[: turns[-1] + 1], tools))
         for begin, end in tagged:
             written = conversation.text[begin:end].rstrip()
             last = controls.get(begin + len(written)) if written else None
@@ -422,7 +423,8 @@ class ChatRenderer(_ConversationRenderer):
             raise BadRecord(self._untold(f"{len(tagged)} parts become {len(parts)} when other contents stand there"))
         if lost := [number for number in standins if number not in owners]:
             raise BadRecord(self._untold(f"no part holds message {lost[0] + 1}"))
-        if [n for n in owners if n is not None] != sorted(n for n in owners if n is not None):
+        known = [owner for owner in owners if owner is not None]
+        if known != sorted(known):
             raise BadRecord(self._untold("the parts have another order than the messages"))
         return self._shared_out(owners, tagged, turns, standins, trains)
 
@@ -480,8 +482,7 @@ class ChatRenderer(_ConversationRenderer):
         if begin is None or end is None:
             first, last = self._content_place(text, messages, tools, number)
             begin = first if begin is None else begin
-            ends = self._ends(answered) if end is None else set()
-            end = self._end_token(conversation, last, ends) if end is None else end
+            end = self._end_token(conversation, last, self._ends(answered)) if end is None else end
         return begin, end
 
     def _end_before(self, conversation, begin, place):

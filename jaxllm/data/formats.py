@@ -9,6 +9,7 @@ Nothing is converted in silence: a number, a date or a boolean where text is wan
 Archives (.zip, .tar), single JSON arrays and other compressors are not read.
 """
 
+import collections
 import dataclasses
 import importlib
 import io
@@ -90,8 +91,8 @@ def _object(pairs):
     found = dict(pairs)
     if len(found) == len(pairs):
         return found
-    names, found = [name for name, _ in pairs], _Twins(found)
-    found.twins = {name for name in names if names.count(name) > 1}
+    found = _Twins(found)
+    found.twins = {name for name, count in collections.Counter(name for name, _ in pairs).items() if count > 1}
     return found
 
 
@@ -364,6 +365,12 @@ class Records:
     def record(self, row, counting=False):
         """The record of an object or row, None if it is empty; raises Bad. counting: add what is replaced to the
         counts."""
+        try:
+            return self._record(row, counting)
+        except RecursionError:  # what its parser takes may be too deep for Python's own functions
+            raise Bad("is nested too deeply") from None
+
+    def _record(self, row, counting):
         columns = self.columns(row)
         _refuse_twins(row, columns)
         if self.kind == "tokens":
@@ -496,8 +503,10 @@ def _check_mask(name, values, ids):
     """Raises Bad when a field beside token ids asks for something else than to train on all of them."""
     if values is None:
         return
-    wanted = (ids if name == "labels" else np.ones(len(ids))) if ids is not None else np.zeros(0)
-    if not isinstance(values, list | np.ndarray) or not np.array_equal(np.asarray(values), wanted):
+    wanted = (ids if name == "labels" else np.ones(len(ids), np.int8)) if ids is not None else np.zeros(0)
+    # numpy makes no array of a list that holds lists of different lengths
+    same = np.array_equal(values, wanted) if isinstance(values, np.ndarray) else values == wanted.tolist()
+    if not same:
         raise Bad(
             f'field {name!r} is not {MASKS[name]}, but with data.kind = "tokens" every id is trained and seen; cut padding '
             "off, and take the field away where all that is left is to be trained"

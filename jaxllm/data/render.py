@@ -42,7 +42,7 @@ SPECIAL = {
 TRAINING_CHARACTERS = 32_000_000
 MORE_TEMPLATES = "additional_chat_templates"  # transformers' folder of chat templates with other names than "default"
 LONG, CHUNK, OVERLAP = 1 << 18, 1 << 15, 1 << 12  # characters: texts longer than LONG are encoded in overlapping chunks
-CALL_CHARACTERS = 1 << 18  # the library needs about 100 bytes of memory per character of one call
+CALL_CHARACTERS = 1 << 18  # bounds what the library needs, many bytes of memory per character of one call
 
 
 class Rendered(NamedTuple):
@@ -186,7 +186,7 @@ class Tokenizer:
             shutil.copytree(self.folder / MORE_TEMPLATES, pathlib.Path(folder) / MORE_TEMPLATES, dirs_exist_ok=True)
 
     def _encode_into(self, out, texts, group, before, after):
-        # "fast" gives the same ids, without places, for two thirds of the time.
+        # "fast" gives the same ids in less time, without places.
         encodings = self.library.encode_batch_fast([texts[number] for number in group], add_special_tokens=False)
         for number, encoding in zip(group, encodings, strict=True):
             out[number] = np.array([*before, *encoding.ids, *after], self.dtype)

@@ -285,7 +285,7 @@ class Documents:
                 except OSError:
                     return None
         name = hashlib.blake2b(json.dumps(parts).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
-        return pathlib.Path(self._folder).expanduser() / f"documents-{name}.npz"
+        return pathlib.Path(self._folder) / f"documents-{name}.npz"
 
     def _read_by_catalogue(self, path):
         """Whether there is a catalogue of these files; then this is as after `_read`, but nothing has been copied."""

@@ -156,14 +156,14 @@ class ModelConfig(Section):
         original = self.rope_parameters.get("original_max_position_embeddings", self.max_position_embeddings)
         return max(self.max_position_embeddings, int(original * self.rope_parameters.get("factor", 1)))
 
-    def check_length(self, name: str, length: int) -> None:
-        """UserError if rows of so many tokens, which the message calls `name`, are longer than the model's positions are meant for."""
+    def check_length(self, name: str, length: int, remedy: str = "shorten the rows") -> None:
+        """UserError if rows of so many tokens, which the message calls `name`, are longer than the model's positions are meant for. remedy: said first."""
         if length > self.longest_row:
             stretched = f", stretched to {self.longest_row} by its rope_parameters"
             raise UserError(
                 f"{name}: {length} tokens are more than model.max_position_embeddings = {self.max_position_embeddings}"
-                f"{stretched if self.longest_row > self.max_position_embeddings else ''}: the model's positions mean nothing behind those. Shorten "
-                "the rows, or raise model.max_position_embeddings; a model that was trained with fewer needs scaled model.rope_parameters with them"
+                f"{stretched if self.longest_row > self.max_position_embeddings else ''}: the model's positions mean nothing behind those. To go "
+                f"on, {remedy}, or raise model.max_position_embeddings; a model that was trained with fewer needs scaled model.rope_parameters with them"
             )
 
     @property

@@ -174,7 +174,7 @@ def forward(x, w, work, scale, *, plan: Plan, transposed: bool, mosaic: Mosaic):
     (R, K), N = x.shape, w.shape[1 if transposed else 2]
     bands, width = _band(N, plan)
     shared = "pair" if plan.cluster > 1 else None
-    workers, steps = max(BLOCKS // plan.cluster, 1), K // plan.depth
+    workers, steps = BLOCKS // plan.cluster, K // plan.depth
 
     def grouped_forward(x_ref, w_ref, table_ref, totals_ref, scale_ref, y_ref, *, x_s, w_s, y_s, zeros_s, full, free):
         worker, entries, end = lax.axis_index("worker"), totals_ref[0], totals_ref[1]
@@ -343,9 +343,8 @@ def wgrad(x, dy, borders, scale, *, plan: Plan, transposed: bool, mosaic: Mosaic
                     only_rows_of_the_group(n, dy_s.at[slot, :, own_half])
                     plgpu.commit_smem()  # ORDER: before products read what registers have just written
                     plgpu.barrier_arrive(masked_both)
-                    plgpu.barrier_wait(
-                        masked_both
-                    )  # ORDER: the product reads the half of dy's tile that the other consumer masks
+                    # ORDER: the product reads the half of dy's tile that the other consumer masks
+                    plgpu.barrier_wait(masked_both)
                 return turned(x_tile), dy_s.at[slot]
 
             loops = ((0, count, False),)
