@@ -363,19 +363,25 @@ class Checkpoints:
             _open(self.folder / str(newest), self._advice(committed, newest))
         return None if newest < 0 else newest
 
-    def restore(self, step: int, abstract_state):
+    def restore(self, step: int, abstract_state, leave: str | None = None):
         """(state, cursors int64[global_batch_size, 2], text of the saved config.toml) of `step`.
 
         `abstract_state`: the state as jax.ShapeDtypeStruct with .sharding; the arrays come with these shardings,
         whatever mesh they were saved on, and bit by bit as saved. UserError when the step is absent, damaged, of a
-        newer format, or its leaves differ.
+        newer format, or its leaves differ. leave: leaves whose names begin so stay in the checkpoint; the state asked for has
+        none of them.
         """
         path = self.folder / str(step)
         meta = _open(path, self._advice(_scan(self.folder)[0], step))
         stored, wanted = _stored(path), flatten(abstract_state)
-        _check_leaves(path, meta, stored["state"], wanted, dtypes=True)
+        kept = {n: leaf for n, leaf in stored["state"].items() if leave is None or not n.startswith(leave)}
+        _check_leaves(path, meta, kept, wanted, dtypes=True)
         lanes = stored["data"]["cursors"]
-        loaded = _load_arrays(path, {"state": wanted, "data": {"cursors": np.empty(lanes.shape, lanes.dtype)}})
+        loaded = _load_arrays(
+            path,
+            {"state": wanted, "data": {"cursors": np.empty(lanes.shape, lanes.dtype)}},
+            partial=len(kept) < len(stored["state"]),
+        )
         self.last_saved = step
         text = (path / "config.toml").read_text(encoding="utf-8")
         return unflatten(loaded["state"], abstract_state), loaded["data"]["cursors"], text

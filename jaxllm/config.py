@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import pydantic
 
+from jaxllm import fp8
 from jaxllm.attention import AttentionConfig
 from jaxllm.checkpoint import CheckpointConfig
 from jaxllm.data import DataConfig, EvaluationConfig, packing_of
@@ -311,6 +312,14 @@ def _conflicts(config: Config, num_devices: int | None) -> list[str]:
     microbatches = {"optimizer.num_microbatches": config.optimizer.num_microbatches}
     conflicts += _not_a_multiple("data.global_batch_size", config.data.global_batch_size, rows | microbatches)
     conflicts += moe_conflicts(config.moe, config.model, sizes["expert"])
+    widths = {
+        "model.hidden_size": config.model.hidden_size,
+        "model.intermediate_size": config.model.intermediate_size,
+        "model.num_attention_heads x model.head_dim": config.model.num_attention_heads * config.model.head_dim,
+        "model.num_key_value_heads x model.head_dim": config.model.num_key_value_heads * config.model.head_dim,
+    }
+    precision = config.precision
+    conflicts += fp8.check(precision.fp8, precision.matmul, config.model.num_hidden_layers, config.steps, widths)
     lengths = [("data.seq_len", config.data.seq_len, "shorten the rows")]
     if config.evaluation.prompt is not None:
         sample = "evaluation.prompt_tokens, with a prompt of at least one", config.evaluation.prompt_tokens + 1
@@ -578,6 +587,12 @@ def differences(saved: Config, now: Config) -> tuple[list[str], list[str]]:
             )
         elif saved.moe.buffer_factor is not None and _is_of(name, DROPPING):
             prominent.append(f"{change} (under moe.buffer_factor other tokens are dropped than before)")
+        elif path == ("precision", "matmul"):
+            prominent.append(f"{change} (from the first resumed step on)")
+        elif path == ("precision", "fp8", "warmup_steps"):
+            prominent.append(change)
+        elif path[:2] == ("precision", "fp8") and "compute" in (saved.precision.matmul, now.precision.matmul):
+            continue  # the one without FP8 has no choice of these
         elif path == ("steps",):
             fixed = now.optimizer.schedule == "constant" or now.optimizer.schedule_steps is not None
             stretched = "" if fixed else "; the learning-rate schedule now ends there"

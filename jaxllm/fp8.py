@@ -1,5 +1,5 @@
-"""FP8 with delayed scaling: casts, products of FP8 operands, and the scales' rule, as functions over arrays. Made for `linear`, which
-does not call them yet: no config reaches this file.
+"""FP8 with delayed scaling: casts, products of FP8 operands, and the scales' rule, as functions over arrays. `linear` multiplies with them, `step` moves
+the scales.
 
 A tensor that is multiplied in FP8 is multiplied by its scale first, so that its largest magnitude (amax) meets the largest number of its format. The scale
 is delayed: it comes from the amax of earlier steps, so nothing waits for a pass over the tensor. Casts and rule are those of NVIDIA TransformerEngine's
@@ -15,6 +15,9 @@ differentiate, changes nothing. TransformerEngine for PyTorch updates after ever
         scales = {operand: s.scale for operand, s in scaling.items()}
         amax = jax.grad(loss, argnums=...)(..., scales)               # of each microbatch; joined by jnp.maximum
         scaling = {operand: update(s, amax[operand], FORMATS[operand], config) for operand, s in scaling.items()}
+
+In a model the scales are variables (`Observed`) beside the weights, each with two more places, whose gradients are the shares of elements that the
+cast clips and loses. `observed`, `join` and `advance` are that step for all of a model's.
 
 A sharded weight is quantised where it rests and gathered in FP8, half of bfloat16's bytes; its gradient is pinned where it rests:
 
@@ -38,6 +41,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import pydantic
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxllm.section import Section, UserError
@@ -61,12 +65,21 @@ class FP8Config(Section):
     last_layers_bfloat16: int = pydantic.Field(0, ge=0)
     """Likewise at the end."""
     warmup_steps: int = pydantic.Field(0, ge=0)
-    """So many first steps multiply in the compute dtype and only record magnitudes. With none, the first step has scales of 1."""
+    """Steps up to this one multiply in the compute dtype and only record magnitudes, counted from the start of the run: a run that goes over to FP8 at
+    step 5,000 has ten of them with 5,010. With none, the first step in FP8 has scales of 1, as in the reference; what evaluates at step 0 is in the compute
+    dtype in either case."""
 
 
-def check(config: FP8Config, num_layers: int, steps: int) -> list[str]:
-    """What contradicts itself in this section, the model's depth and the length of the run."""
+def check(config: FP8Config, matmul: str, num_layers: int, steps: int, sizes: dict[str, int]) -> list[str]:
+    """What contradicts itself in this section, precision.matmul, the model's depth, the length of the run, and {setting: size of a weight's dim}."""
     conflicts = []
+    if matmul == "compute":
+        for name, field in FP8Config.model_fields.items():
+            if (given := getattr(config, name)) != field.default:
+                conflicts.append(
+                    f'precision.fp8.{name}: {given} is for precision.matmul = "float8" or "record", and that is "compute"; remove one of them'
+                )
+        return conflicts
     first, last = config.first_layers_bfloat16, config.last_layers_bfloat16
     if first + last >= num_layers:
         conflicts.append(
@@ -77,6 +90,11 @@ def check(config: FP8Config, num_layers: int, steps: int) -> list[str]:
         conflicts.append(
             f"precision.fp8.warmup_steps: {config.warmup_steps} of steps = {steps} leave no step in FP8; lower it"
         )
+    conflicts += [
+        f'{name}: {size} is no multiple of {MULTIPLE}, and with precision.matmul = "{matmul}" tensor cores multiply no other sizes; change one of them'
+        for name, size in sizes.items()
+        if size % MULTIPLE
+    ]
     return conflicts
 
 
@@ -186,6 +204,68 @@ def _usable(bits):
     return (bits > 0) & (bits < _INF)
 
 
+# --- all of a model's -------------------------------------------------------------------------------------------------
+
+AMAX, SATURATED, UNDERFLOWED = range(3)
+
+
+class Observed(nnx.Variable):
+    """f32[*D, 3], of one operand of a module's product: the scale, and two places whose values nobody reads. Its gradient: amax, and `shares`."""
+
+
+def observers(*experts: int) -> nnx.Dict:
+    """{operand: Observed} of a module that multiplies by one kernel, or by those of so many experts, which share the other scales."""
+    shapes = {operand: (experts if operand == "kernel" else ()) for operand in FORMATS}
+    return nnx.Dict(
+        {
+            operand: Observed(jnp.ones((*D, 3), jnp.float32), axes=(None,) * (len(D) + 1))
+            for operand, D in shapes.items()
+        }
+    )
+
+
+def opened(observers) -> tuple[dict, dict]:
+    """(scales {operand: f32[*D]}, seen {operand: f32[*D, 2]}) of a module's `observers`."""
+    values = {operand: observers[operand].get_value() for operand in FORMATS}
+    return {operand: v[..., 0] for operand, v in values.items()}, {operand: v[..., 1:] for operand, v in values.items()}
+
+
+def observed(states: dict) -> dict:
+    """{path: value of an `Observed`} from {path: Scaling}."""
+    return {path: jnp.stack([s.scale, *[jnp.zeros_like(s.scale)] * 2], axis=-1) for path, s in states.items()}
+
+
+def join(a: dict, b: dict) -> dict:
+    """The gradients of `Observed` of two microbatches in one: the maximum of amax, the sum of shares."""
+    one = lambda a, b: jnp.concatenate([jnp.maximum(a[..., :1], b[..., :1]), a[..., 1:] + b[..., 1:]], axis=-1)
+    return {path: one(a[path], b[path]) for path in a}
+
+
+def advance(states: dict, seen: dict, config: FP8Config) -> dict:
+    """{path: Scaling} after an optimizer step; seen: joined gradients of `Observed`. A path ends with the operand's name."""
+    return {path: update(s, seen[path][..., AMAX], FORMATS[_operand(path)], config) for path, s in states.items()}
+
+
+def _operand(path):
+    return path.rsplit("/", 1)[-1]
+
+
+def report(states: dict, seen: dict, num_microbatches: int, config: FP8Config) -> dict:
+    """What is shown of a step, f32[layers] each. fp8_saturated, fp8_underflowed: share of elements that the cast clips, or loses to 0, in the tensor of
+    that layer where it is largest (mean over microbatches); fp8_frozen: scales that this step leaves as they were for want of a finite amax above 0."""
+    first, last = config.first_layers_bfloat16, config.last_layers_bfloat16
+    flat = lambda x: x.reshape(x.shape[0], -1)
+    worst = lambda part: functools.reduce(jnp.maximum, [jnp.max(flat(x[..., part]), axis=1) for x in seen.values()])
+    stuck = [jnp.sum(flat(frozen(states[path], x[..., AMAX], config)), axis=1) for path, x in seen.items()]
+    (layers,) = stuck[0].shape
+    multiplied = (jnp.arange(layers) >= first) & (jnp.arange(layers) < layers - last)
+    return {
+        "fp8_saturated": worst(SATURATED) / num_microbatches,
+        "fp8_underflowed": worst(UNDERFLOWED) / num_microbatches,
+        "fp8_frozen": jnp.where(multiplied, sum(stuck), 0).astype(jnp.float32),
+    }
+
+
 # --- what a step sees -------------------------------------------------------------------------------------------------
 
 
@@ -202,6 +282,17 @@ def record_gradient(y, scale, seen, dtype):
     """y, unchanged, and with the gradient unchanged; the gradients of `scale` and `seen` are what `record` says of the gradient of y."""
     _outside_shard_map()
     return _record_gradient(y, scale, seen, dtype)
+
+
+def recorded(product, x, kernel, scales: dict, seen: dict | None = None):
+    """product(x, kernel), with its three tensors recorded: `scales` and `seen` {operand: see `record`}. The last dims of a kernel, behind its scale's, are one
+    tensor."""
+    seen = dict.fromkeys(FORMATS) if seen is None else seen
+    x, kernel = (
+        record(value, scales[operand], seen[operand], FORMATS[operand])
+        for operand, value in (("input", x), ("kernel", kernel))
+    )
+    return record_gradient(product(x, kernel), scales["output_grad"], seen["output_grad"], FORMATS["output_grad"])
 
 
 def _outside_shard_map():
@@ -261,15 +352,10 @@ def matmul(
     scales: {operand of FORMATS: f32[]}, whose gradients are the operands' amax. seen: None, or {operand: f32[2]}; see `record`.
     used: the quantised kernel at rest -> FP8 [K, N] as it is multiplied. rests: gradient [K, N], not scaled back yet -> the kernel's shape, where it rests.
     UserError where K or N is no multiple of 16."""
-    seen = dict.fromkeys(FORMATS) if seen is None else seen
-    # Their gradients are the records', and nothing is to be added to those.
+    # The scales' gradients are the records', and nothing is to be added to those.
     fixed = jax.lax.stop_gradient(scales)
-    x, kernel = (
-        record(value, scales[operand], seen[operand], FORMATS[operand])
-        for operand, value in (("input", x), ("kernel", kernel))
-    )
-    y = _multiply(x, kernel, fixed, compute, reduce, used, rests)
-    return record_gradient(y, scales["output_grad"], seen["output_grad"], FORMATS["output_grad"])
+    multiply = lambda x, kernel: _multiply(x, kernel, fixed, compute, reduce, used, rests)
+    return recorded(multiply, x, kernel, scales, seen)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))

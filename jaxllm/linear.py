@@ -4,7 +4,9 @@ One custom_vjp fixes what XLA would otherwise decide for each model anew: the we
 that the wire carries the compute dtype; its gradient leaves the matmul in the dtype of the reduction and is pinned at rest at once, so
 that it becomes a reduce-scatter. Idiom and alternatives measured on the H100 compile: docs/decisions.md.
 
-Not here: FP8, NF4 and LoRA, which belong inside `Linear` and nowhere else.
+Products in FP8 keep the same two places: quantised at rest, gathered in FP8, the gradient pinned at rest (`fp8.matmul`).
+
+Not here: NF4 and LoRA, which belong inside `Linear` and nowhere else; the products of experts (`grouped_linear`).
 """
 
 import functools
@@ -13,11 +15,14 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import pydantic
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from jaxllm.section import Section
+from jaxllm import fp8, hardware
+from jaxllm.fp8 import FP8Config
+from jaxllm.section import Section, UserError
 from jaxllm.sharding import AT_REST, AXES, IN_USE, axis_size, constrain, spec
 from jaxllm_kernels import grouped
 
@@ -30,6 +35,33 @@ class PrecisionConfig(Section):
     """Dtype of activations and of the weights that matmuls read. On a CPU float32 is the faster one."""
     gradient_reduce: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which weight gradients are summed over devices. bfloat16 halves that traffic and rounds every partial sum."""
+    matmul: Literal["compute", "float8", "record"] = "compute"
+    """How the weights of attention and MLPs (experts) are multiplied: in the compute dtype; in FP8 with delayed scaling; or in the compute dtype, with the
+    magnitudes recorded that FP8 takes its scales from. Embedding, norms, router, attention itself and lm_head are always in the compute dtype."""
+    fp8: FP8Config = pydantic.Field(default_factory=FP8Config)
+
+
+def describe(precision: PrecisionConfig, device_kind: str) -> str:
+    """One line on how weights are multiplied on such devices; UserError where they cannot do it."""
+    line = f"products of weights: {precision.compute}"
+    if precision.matmul == "compute":
+        return line
+    card, recipe = hardware.of(device_kind), precision.fp8
+    if precision.matmul == "float8" and card is not None and card.peak_flops("float8") is None:
+        raise UserError(
+            f'precision.matmul: "float8" needs tensor cores for FP8 (H100, H200, L40S), and {device_kind} has none; remove it'
+        )
+    rule = f"delayed scaling, {recipe.algorithm} of {recipe.history_length} steps, margin {recipe.margin}"
+    if precision.matmul == "record":
+        return f"{line}, and magnitudes are recorded for FP8 ({rule})"
+    apart = recipe.first_layers_bfloat16, recipe.last_layers_bfloat16
+    apart = f", but for the first {apart[0]} and the last {apart[1]} layers" if any(apart) else ""
+    warmup = f"; up to step {recipe.warmup_steps} {precision.compute} while magnitudes are recorded"
+    emulated = "" if card is not None else f"; emulated on {device_kind}, which is slow"
+    return (
+        f"products of weights: FP8 ({rule}){apart}; lm_head, router and all else {precision.compute}"
+        f"{warmup if recipe.warmup_steps else ''}{emulated}"
+    )
 
 
 def gather(weight, names, dtype, table=IN_USE):
@@ -91,6 +123,22 @@ def _matmul_backward(names, num_inputs, compute, reduce, residuals, dy):
 matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
+def float8_matmul(x, kernel, scales, seen, names, num_inputs, compute, reduce):
+    """`matmul` in FP8: the kernel is quantised where it rests and gathered in FP8, its gradient pinned where it rests. scales, seen: see `fp8.matmul`."""
+    outputs = kernel.shape[num_inputs:]
+    y = fp8.matmul(
+        _flat(x, num_inputs),
+        kernel,
+        scales,
+        compute,
+        reduce,
+        seen=seen,
+        used=lambda q: gather(q, names, q.dtype).reshape(-1, math.prod(outputs)),
+        rests=lambda dw: constrain(dw.reshape(kernel.shape), *names, table=AT_REST),
+    )
+    return y.reshape(*x.shape[: x.ndim - num_inputs], *outputs)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def add_bias(y, bias, num_outputs, compute, reduce):
     """y [*leading, *outputs] + bias [product of outputs], flat so that it rests split; its gradient is summed over tokens and devices in the
@@ -131,10 +179,18 @@ class Linear(nnx.Module):
         self.kernel = nnx.Param(stddev * jax.random.normal(rngs.params(), shape, precision.param), axes=self.names)
         bias = lambda: nnx.Param(jnp.zeros((math.prod(outputs.values()),), precision.param), axes=("bias",))
         self.bias = bias() if use_bias else None
+        self.multiply = precision.matmul
+        self.scales = None if precision.matmul == "compute" else fp8.observers()
 
     def __call__(self, x):
         """x [B, T, *inputs] -> [B, T, *outputs] in the compute dtype."""
-        y = matmul(x, self.kernel.get_value(), self.names, self.num_inputs, self.compute, self.reduce)
+        kernel, static = self.kernel.get_value(), (self.names, self.num_inputs, self.compute, self.reduce)
+        if self.multiply == "compute":
+            y = matmul(x, kernel, *static)
+        elif self.multiply == "record":
+            y = fp8.recorded(lambda x, kernel: matmul(x, kernel, *static), x, kernel, *fp8.opened(self.scales))
+        else:
+            y = float8_matmul(x, kernel, *fp8.opened(self.scales), *static)
         if self.bias is not None:
             y = add_bias(y, self.bias.get_value(), len(self.names) - self.num_inputs, self.compute, self.reduce)
         return checkpoint_name(y, self.name)

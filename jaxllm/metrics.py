@@ -11,6 +11,8 @@
                        of the experts in the logged step; see `moe.report`
     dropped_tokens, dropped_share
                        assignments that found no room since the row before: their number, and their share, the mean over steps
+    fp8_saturated, fp8_underflowed, fp8_frozen
+                       of each layer in the logged step; see `fp8.report`
     memory             bytes, the peak in use: of the fullest local device, or of this process (resident) on CPU
     bad_steps          steps since the row before that kept the old state (non-finite), when the step reports "bad"
     eval_loss, eval_tokens, eval_perplexity
@@ -352,6 +354,8 @@ class _Lines:
             "imbalance": "experts' imbalance {:.2f}",
         }
         parts += [text.format(row[key]) for key, text in formats.items() if key in row]
+        if "fp8_saturated" in row:
+            parts.append(f"FP8 clips {max(row['fp8_saturated']):.2%}")
         if row.get("bad_steps"):
             parts.append(f"{row['bad_steps']} bad steps kept the old state")
         if row.get("dropped_tokens"):

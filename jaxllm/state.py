@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxllm import optim, sharding
+from jaxllm import fp8, optim, sharding
 from jaxllm.attention import AttentionConfig
 from jaxllm.linear import PrecisionConfig
 from jaxllm.models import FAMILIES
@@ -30,7 +30,7 @@ _NO_MOE = MoEConfig()  # what dense models do not read
 @dataclasses.dataclass(frozen=True)
 class TrainState:
     """step: i32[], batches consumed so far. params: what is trained, {path: array}. frozen: weights that are only read (empty in full
-    training). fp8: scaling state (empty without FP8). opt_state: the optimizer's. Random numbers are fold_in(seed, step), so none is kept."""
+    training). fp8: {path: fp8.Scaling} (empty without FP8). opt_state: the optimizer's. Random numbers are fold_in(seed, step), so none is kept."""
 
     step: Any
     params: dict
@@ -47,20 +47,25 @@ def _build(model: ModelConfig, precision: PrecisionConfig, attention: AttentionC
 
 
 def declare(model: ModelConfig, precision: PrecisionConfig, attention: AttentionConfig, moe: MoEConfig = _NO_MOE):
-    """(graphdef, {path: ShapeDtypeStruct with its sharding at rest}) on the current mesh; nothing is allocated."""
+    """(graphdef, {path: parameter}, {path: FP8 state}) on the current mesh, ShapeDtypeStructs with their shardings at rest, nothing allocated. The FP8 state
+    is replicated, and there is none unless precision.matmul asks for it."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         raise ValueError("no mesh: call this under `with jax.set_mesh(jaxllm.make_mesh(cfg.mesh)):`")
     mesh = jax.sharding.get_mesh()
     graphdef, variables = jax.eval_shape(functools.partial(_build, model, precision, attention, moe), 0)
-    params = {}
+    params, scales = {}, {}
     for path, variable in variables.items():
         value, axes = variable.get_value(), variable.get_metadata()["axes"]
         name = "/".join(map(str, path))
+        if isinstance(variable, fp8.Observed):
+            scales[name] = jax.eval_shape(functools.partial(fp8.initial, precision.fp8, value.shape[:-1]))
+            continue
         names = (*("layers",) * (value.ndim - len(axes)), *axes)
         placed = sharding.at_rest(mesh, name, names, value.shape)
         params[name] = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=placed)
-    return graphdef, params
+    placed = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding.replicated(mesh))
+    return graphdef, params, jax.tree.map(placed, scales)
 
 
 def initialise(
@@ -77,15 +82,22 @@ def initialise(
     def make(seed):
         variables = _build(model, drawn, attention, moe, seed)[1]
         values = {"/".join(map(str, path)): variable.get_value() for path, variable in variables.items()}
-        return {path: value.astype(abstract[path].dtype) for path, value in values.items()}
+        return {path: values[path].astype(leaf.dtype) for path, leaf in abstract.items()}
 
     make = jax.jit(make, out_shardings={path: leaf.sharding for path, leaf in abstract.items()})
     return make(seed)
 
 
-def merge(graphdef, params: dict) -> Decoder:
-    """The module with these parameters, to be called inside a traced function."""
-    return nnx.merge(graphdef, nnx.from_flat_state({tuple(path.split("/")): value for path, value in params.items()}))
+def merge(graphdef, variables: dict) -> Decoder:
+    """The module with these parameters (and what `fp8.observed` makes of an FP8 state), to be called inside a traced function."""
+    flat = {tuple(path.split("/")): value for path, value in variables.items()}
+    return nnx.merge(graphdef, nnx.from_flat_state(flat))
+
+
+def initial_fp8(config: fp8.FP8Config, abstract: dict) -> dict:
+    """{path: Scaling} of tensors of which nothing is known, where `abstract` says that they rest."""
+    make = lambda: {path: fp8.initial(config, s.scale.shape) for path, s in abstract.items()}
+    return jax.jit(make, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract))()
 
 
 def abstract_opt_state(config: optim.OptimizerConfig, params: dict):

@@ -7,11 +7,12 @@ finite, or which trains no token, leaves parameters and optimizer as they were a
 
 import dataclasses
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
 
-from jaxllm import checkpoint, hf, moe, optim
+from jaxllm import checkpoint, fp8, hf, moe, optim
 from jaxllm import state as states
 from jaxllm.config import Config
 from jaxllm.hub import resolve_model_path
@@ -24,9 +25,9 @@ from jaxllm.state import TrainState
 
 def abstract_state(cfg: Config):
     """(graphdef, TrainState of ShapeDtypeStructs with shardings) on the current mesh: what `init_state` makes, without making it."""
-    graphdef, params = states.declare(cfg.model, cfg.precision, cfg.attention, cfg.moe)
+    graphdef, params, scales = states.declare(cfg.model, cfg.precision, cfg.attention, cfg.moe)
     opt_state = states.abstract_opt_state(cfg.optimizer, params)
-    return graphdef, TrainState(step=states.abstract_step(), params=params, frozen={}, fp8={}, opt_state=opt_state)
+    return graphdef, TrainState(step=states.abstract_step(), params=params, frozen={}, fp8=scales, opt_state=opt_state)
 
 
 def init_state(cfg: Config):
@@ -47,12 +48,22 @@ def start(cfg: Config, abstract: TrainState, params: dict) -> TrainState:
     """A TrainState at step 0 around these parameters."""
     opt_state = states.zeros(abstract.opt_state)
     step = jax.device_put(jnp.zeros((), jnp.int32), abstract.step.sharding)
-    return TrainState(step=step, params=params, frozen={}, fp8={}, opt_state=opt_state)
+    scales = states.initial_fp8(cfg.precision.fp8, abstract.fp8)
+    return TrainState(step=step, params=params, frozen={}, fp8=scales, opt_state=opt_state)
 
 
-def _hidden(graphdef, params, rows, noise=None):
+def recording(cfg: Config) -> Config:
+    """The same run while it only records: what its steps up to precision.fp8.warmup_steps are made from. Its states are those of `cfg`."""
+    return cfg.model_copy(update={"precision": cfg.precision.model_copy(update={"matmul": "record"})})
+
+
+def _variables(state: TrainState) -> dict:
+    return {**state.params, **fp8.observed(state.fp8)}
+
+
+def _hidden(graphdef, variables, rows, noise=None):
     """(final hidden states, what the layers record, head) of one microbatch. noise: see `_noise`; None in evaluation."""
-    model = states.merge(graphdef, params)
+    model = states.merge(graphdef, variables)
     hidden, seen = model(rows.tokens, rows.positions, rows.k_start, rows.k_end, rows.layout, rows.row_length, noise)
     return hidden, seen, model.head
 
@@ -65,10 +76,10 @@ def _noise(batch, cfg: Config, number):
     return jax.random.fold_in(jax.random.key(cfg.seed), number), rows
 
 
-def _sums(graphdef, params, rows, cfg: Config, step=None, noise=None):
+def _sums(graphdef, variables, rows, cfg: Config, step=None, noise=None):
     """(total, parts) of one microbatch, undivided; `total` is what is differentiated. step: see `_whole_step`; None leaves the router's losses out.
     noise: see `_noise`."""
-    hidden, seen, head = _hidden(graphdef, params, rows, noise)
+    hidden, seen, head = _hidden(graphdef, variables, rows, noise)
     with jax.named_scope("loss"):
         total, loss_sum, z_sum = cross_entropy(
             hidden,
@@ -89,7 +100,7 @@ def _sums(graphdef, params, rows, cfg: Config, step=None, noise=None):
     return total, parts
 
 
-def _whole_step(graphdef, params, batch, cfg: Config, noise):
+def _whole_step(graphdef, variables, batch, cfg: Config, noise):
     """What the router's losses need of all microbatches before one is differentiated: (trained tokens, real tokens, assignments f32[layers, E] of each
     expert or None where there is one microbatch, whose own they are). Several cost one more forward pass: the shares of experts multiply the
     gradient, so losses of the parts, each with shares of its own, would not add up to the step's."""
@@ -101,52 +112,60 @@ def _whole_step(graphdef, params, batch, cfg: Config, noise):
 
     def counted(total, microbatch):
         rows, numbers = microbatch
-        return total + _hidden(graphdef, params, rows, (key, numbers))[1]["counts"], None
+        return total + _hidden(graphdef, variables, rows, (key, numbers))[1]["counts"], None
 
     zeros = jnp.zeros((cfg.model.num_hidden_layers, cfg.model.num_local_experts))
     return trained, real, jax.lax.scan(counted, zeros, (batch, numbers))[0]
 
 
-def gradients(graphdef, params: dict, batch, cfg: Config, number=0):
+def gradients(graphdef, params: dict, batch, cfg: Config, number=0, scales: dict | None = None):
     """(gradients of the summed loss {path: array}, parts) over all microbatches of `batch`, undivided; of one microbatch in the parameters' dtype, of several
-    summed in float32. number: of the step, for its random numbers."""
-    whole, key, numbers = None, None, None
+    summed in float32. number: of the step, for its random numbers. scales: `fp8.observed` of the state; parts["fp8"] are then its gradients, joined."""
+    whole, key, numbers, scales = None, None, None, scales or {}
     if cfg.model.num_local_experts:
         key, numbers = noise = _noise(batch, cfg, number)
-        whole = _whole_step(graphdef, params, batch, cfg, noise)
+        whole = _whole_step(graphdef, params | scales, batch, cfg, noise)
 
-    def total(params, microbatch):
+    def total(params, scales, microbatch):
         rows, numbers = microbatch
-        return _sums(graphdef, params, rows, cfg, whole, None if key is None else (key, numbers))
+        return _sums(graphdef, params | scales, rows, cfg, whole, None if key is None else (key, numbers))
 
-    one, microbatches = jax.value_and_grad(total, has_aux=True), (batch, numbers)
+    def one(microbatch):
+        (_, parts), (grads, seen) = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(params, scales, microbatch)
+        return grads, parts, seen
+
+    microbatches = batch, numbers
     first = jax.tree.map(lambda x: x[0], microbatches)
     if batch.tokens.shape[0] == 1:  # no accumulator
-        (_, parts), grads = one(params, first)
-        return grads, parts
+        grads, parts, seen = one(first)
+        return grads, parts | {"fp8": seen}
 
     def accumulate(carry, microbatch):
-        (_, parts), grads = one(params, microbatch)
+        sums, total, joined = carry
+        grads, parts, seen = one(microbatch)
         grads = jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
-        return jax.tree.map(jnp.add, carry, (grads, parts)), None
+        return (*jax.tree.map(jnp.add, (sums, total), (grads, parts)), fp8.join(joined, seen)), None
 
-    shapes = jax.eval_shape(one, params, first)[0][1]
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    _, parts, seen = jax.eval_shape(one, first)
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (parts, seen))
     sums = jax.tree.map(lambda param: jnp.zeros_like(param, jnp.float32), params)
-    carry, _ = jax.lax.scan(accumulate, (sums, zeros), microbatches)
-    return carry
+    (sums, parts, seen), _ = jax.lax.scan(accumulate, (sums, *zeros), microbatches)
+    return sums, parts | {"fp8": seen}
 
 
 def make_train_step(graphdef, cfg: Config):
     """step(state, batch) -> (state, metrics), compiled on first use; `state` is consumed.
 
+    With precision.fp8.warmup_steps the first steps are those of `recording(cfg)`, and of its graphdef: which of the two steps a state is for is not looked at.
+
     metrics (device scalars): loss (mean over trained tokens, without z-loss), z_loss, grad_norm (before clipping), learning_rate, tokens
-    (trained), bad (the step was left out). With experts also aux_loss and router_z_loss (unweighted), and those of `moe.report`."""
+    (trained), bad (the step was left out). With experts also aux_loss and router_z_loss (unweighted), and those of `moe.report`; with FP8 those of
+    `fp8.report`."""
     schedule = optim.learning_rate(cfg.optimizer, cfg.steps)
 
     def differentiate(state: TrainState, batch):
-        """(summed gradients, how to descend them, metrics)."""
-        sums, parts = gradients(graphdef, state.params, batch, cfg, state.step)
+        """(summed gradients, (how to descend them, the next FP8 state), metrics)."""
+        sums, parts = gradients(graphdef, state.params, batch, cfg, state.step, fp8.observed(state.fp8))
         tokens = jnp.sum(batch.loss_weights)
         share = 1.0 / jnp.maximum(tokens, 1e-6)
         loss, z_loss = parts["loss_sum"] * share, cfg.loss.z_loss * parts["z_sum"] * share
@@ -168,23 +187,43 @@ def make_train_step(graphdef, cfg: Config):
             balance, z = moe.auxiliary(parts["seen"], parts["seen"]["counts"], num_tokens, cfg.moe.aux_loss)
             metrics |= {"aux_loss": balance, "router_z_loss": z}
             metrics |= moe.report(parts["seen"], num_tokens, cfg.model.num_experts_per_tok)
-        return sums, {"rate": rate, "factor": factor, "keep": good}, metrics
+        scales = state.fp8
+        if scales:
+            moved = fp8.advance(scales, parts["fp8"], cfg.precision.fp8)
+            metrics |= fp8.report(scales, parts["fp8"], batch.tokens.shape[0], cfg.precision.fp8)
+            # A step that is left out leaves no trace: one infinity would hold a scale for as long as the history remembers it.
+            scales = jax.tree.map(functools.partial(jnp.where, good), moved, scales)
+        return sums, ({"rate": rate, "factor": factor, "keep": good}, scales), metrics
 
     def descend(state: TrainState, sums, how):
+        how, scales = how
         with jax.named_scope("optimizer"):
             params, opt_state = optim.update(
                 cfg.optimizer, state.params, sums, state.opt_state, seed=cfg.seed, step=state.step, **how
             )
-        return TrainState(state.step + 1, params, state.frozen, state.fp8, opt_state)
+        return TrainState(state.step + 1, params, state.frozen, scales, opt_state)
 
+    options = compiler_options(cfg.precision)
     if cfg.optimizer.moments_memory == "host":
-        return _InTwo(differentiate, descend)
+        return _InTwo(differentiate, descend, options)
 
     def train_step(state: TrainState, batch):
         sums, how, metrics = differentiate(state, batch)
         return descend(state, sums, how), metrics
 
-    return jax.jit(train_step, donate_argnums=0)
+    return jax.jit(train_step, donate_argnums=0, compiler_options=options)
+
+
+def compiler_options(precision) -> dict:
+    """XLA's options for this precision on the current mesh's devices, beside those of XLA_FLAGS, which decide where they name the same."""
+    mesh = jax.sharding.get_mesh()
+    platform = jax.default_backend() if mesh.empty else mesh.devices.flat[0].platform
+    wanted = FP8_OPTIONS if platform == "gpu" and precision.matmul == "float8" else {}
+    return {name: value for name, value in wanted.items() if name not in os.environ.get("XLA_FLAGS", "")}
+
+
+# XLA:GPU hands products to cuBLASLt, which multiplies in FP8, only where its own Triton code does not take them first.
+FP8_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 
 
 class _InTwo:
@@ -192,15 +231,16 @@ class _InTwo:
     compiles that took them for arguments of the device, one program stopped overlapping communication; it may not where they are known to be the host's
     (docs/decisions.md)."""
 
-    def __init__(self, differentiate, descend):
-        self._functions, self._compiled = (differentiate, descend), None
+    def __init__(self, differentiate, descend, options):
+        self._functions, self._options, self._compiled = (differentiate, descend), options, None
 
     def trace(self, state: TrainState, batch) -> "_Two":
         mesh, differentiate, descend = jax.sharding.get_mesh(), *self._functions
         at_rest = {path: param.sharding for path, param in state.params.items()}
         out = (at_rest, replicated(mesh), replicated(mesh))
         # XLA's scheduler counts a program's results twice against its limit, here all gradients; without more slack it overlaps nothing (compiled).
-        options = {"xla_gpu_memory_limit_slop_factor": 160} if mesh.devices.flat[0].platform == "gpu" else None
+        more = {"xla_gpu_memory_limit_slop_factor": 160} if mesh.devices.flat[0].platform == "gpu" else {}
+        options = self._options | more
         first = jax.jit(differentiate, out_shardings=out, compiler_options=options).trace(_bare(state), batch)
         placed = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         sums, how, _ = first.out_info
@@ -252,12 +292,12 @@ def make_eval_step(graphdef, cfg: Config):
 
     def eval_step(state: TrainState, batch):
         def microbatch(total, rows):
-            return total + _sums(graphdef, state.params, rows, cfg)[1]["loss_sum"], None
+            return total + _sums(graphdef, _variables(state), rows, cfg)[1]["loss_sum"], None
 
         loss_sum, _ = jax.lax.scan(microbatch, jnp.zeros(()), batch)
         return {"loss_sum": loss_sum, "weight_sum": jnp.sum(batch.loss_weights)}
 
-    return jax.jit(eval_step)
+    return jax.jit(eval_step, compiler_options=compiler_options(cfg.precision))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -268,7 +308,7 @@ def logits(graphdef, state: TrainState, tokens):
     B, T = tokens.shape
     tokens = jnp.pad(tokens, [(0, -B % axis_size(*BATCH)), (0, -T % axis_size("sequence"))])
     index = jnp.broadcast_to(jnp.expand_dims(jnp.arange(tokens.shape[1], dtype=jnp.int32), 0), tokens.shape)
-    model = states.merge(graphdef, state.params)
+    model = states.merge(graphdef, _variables(state))
     hidden, _ = model(tokens, index, jnp.zeros_like(index), index + 1, row_length=T)
     head = gather(model.head, HEAD_NAMES, hidden.dtype)
     return dot(hidden, head, ((2,), (1,)), jnp.float32)[:B, :T]

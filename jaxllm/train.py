@@ -8,6 +8,7 @@ Exit codes: 0 done, 1 fault, 2 bad input, 3 diverged, 4 interrupted with a check
 
 import argparse
 import contextlib
+import dataclasses
 import importlib.metadata
 import importlib.util
 import itertools
@@ -94,7 +95,7 @@ def train(cfg) -> int:
     """Runs the config to its last step (or a signal) and returns the exit code."""
     import jax
 
-    from jaxllm import attention, checkpoint, config, moe, sharding, step
+    from jaxllm import attention, checkpoint, config, linear, moe, sharding, step
     from jaxllm.data.batch import evaluation_sets, make_batches
     from jaxllm.metrics import Metrics, phase
 
@@ -128,6 +129,10 @@ def train(cfg) -> int:
         stack.enter_context(jax.set_mesh(mesh))
         print(f"mesh: {', '.join(f'{axis} {size}' for axis, size in mesh.shape.items())}", flush=True)
         print(attention.describe(cfg.attention, cfg.model, cfg.precision.compute, cfg.data.seq_len), flush=True)
+        print(linear.describe(cfg.precision, device.device_kind), flush=True)
+        if options := step.compiler_options(cfg.precision):
+            named = " ".join(f"{name}={str(value).lower()}" for name, value in options.items())
+            print(f"XLA options: {named} (an option of the same name in XLA_FLAGS takes its place)", flush=True)
         if cfg.model.num_local_experts:
             shape = cfg.rows_per_microbatch, cfg.data.seq_len
             print(moe.describe(cfg.moe, cfg.model, *shape, cfg.precision.compute), flush=True)
@@ -137,7 +142,7 @@ def train(cfg) -> int:
         with phase("reading the data"):
             cursors = None
             if start is not None:
-                state, cursors, _ = checkpoints.restore(start, abstract)
+                state, cursors = restore(cfg, checkpoints, start, abstract)
             batches = make_batches(cfg, cursors=cursors)
             stack.callback(batches.close)  # at once: a thread that is at work while Python ends takes the process down
             if start is not None and batches.fingerprint != checkpoints.data_fingerprint(start):
@@ -165,13 +170,13 @@ def train(cfg) -> int:
             print(f"resuming from step {start}", flush=True)
             checkpoints.set_aside_after(start)
         run = Run(cfg, graphdef, state, batches, evaluation, checkpoints, text, interruption)
-        run.compile(step, mesh)
+        run.compile(step, mesh, start)
         if replaced:
             replaced.give_up()
         if first:
             write_beside(output / "config.toml", text)
         if not start:
-            run.show_sample("before")
+            run.show_sample("before", 0)
         log = Metrics(
             output,
             cfg.logging,
@@ -182,6 +187,18 @@ def train(cfg) -> int:
         )
         with log:
             return run.loop(start, log)
+
+
+def restore(cfg, checkpoints, start, abstract):
+    """(state, cursors) of a checkpoint. One of a run that went over to FP8, or away from it, gets a new FP8 state, or none."""
+    from jaxllm import config
+    from jaxllm import state as states
+
+    saved = config.load_config(checkpoints.folder / str(start) / "config.toml", resolve_path=False)
+    if (saved.precision.matmul == "compute") == (cfg.precision.matmul == "compute"):
+        return checkpoints.restore(start, abstract)[:2]
+    state, cursors, _ = checkpoints.restore(start, dataclasses.replace(abstract, fp8={}), leave="fp8/")
+    return dataclasses.replace(state, fp8=states.initial_fp8(cfg.precision.fp8, abstract.fp8)), cursors
 
 
 class Run:
@@ -195,7 +212,7 @@ class Run:
         self.bad = 0
         self.alone = jax.process_count() == 1
 
-    def compile(self, step, mesh):
+    def compile(self, step, mesh, start):
         from jaxllm.data.batch import abstract_batch
         from jaxllm.metrics import phase
 
@@ -203,12 +220,26 @@ class Run:
         batch = abstract_batch(
             mesh, cfg.optimizer.num_microbatches, cfg.data.global_batch_size, cfg.data.seq_len, cfg.model.sliding_window
         )
+        # While magnitudes are recorded for FP8 there is another step. Nothing is known of them at step 0, so what looks at the model there does not
+        # multiply in FP8 either.
+        fp8 = cfg.precision.matmul == "float8"
+        before = step.recording(cfg) if fp8 else cfg
+        recording = (step.abstract_state(before)[0], before) if fp8 else (self.graphdef, cfg)
+        self.warmup = cfg.precision.fp8.warmup_steps if fp8 else 0
+
+        def compiled(make, batch, last_step):
+            """(what is used up to `last_step`, what is used then)."""
+            ways = [recording] * (start < last_step) + [(self.graphdef, cfg)]
+            made = [make(*way).lower(self.state, batch).compile() for way in ways]
+            return made[0], made[-1]
+
         with phase("compiling the training step"):
-            self.train_step = step.make_train_step(self.graphdef, cfg).lower(self.state, batch).compile()
+            self.train_steps = compiled(step.make_train_step, batch, self.warmup)
+        self.graphdefs = recording[0], self.graphdef
         if self.evaluation:
             batch = abstract_batch(mesh, 1, cfg.evaluation.batch_size, cfg.data.seq_len, cfg.model.sliding_window)
             with phase("compiling the evaluation step"):
-                self.eval_step = step.make_eval_step(self.graphdef, cfg).lower(self.state, batch).compile()
+                self.eval_steps = compiled(step.make_eval_step, batch, max(self.warmup, 1) if fp8 else 0)
 
     def loop(self, start, log) -> int:
         cfg, step, evaluated = self.cfg, start, None
@@ -227,7 +258,7 @@ class Run:
                 ending = "data.repeat = false" if cfg.data.epochs is None else f"data.epochs = {cfg.data.epochs}"
                 print(f"the data ended after step {step} of {cfg.steps} ({ending})", flush=True)
                 break
-            self.state, metrics = self.train_step(self.state, batch)
+            self.state, metrics = self.train_steps[step >= self.warmup](self.state, batch)
             step += 1
             self.judge(log.record(step, metrics, positions))
             if self.evaluation and (step % cfg.evaluation.every == 0 or step == cfg.steps):
@@ -250,7 +281,7 @@ class Run:
         if self.evaluation and evaluated != step:
             self.evaluate(step, log)
         log.close()
-        self.show_sample("after")
+        self.show_sample("after", step)
         tokenizer = self.batches.tokenizer  # None: data.kind = "tokens" needs none
         export(cfg, self.state.params, step, tokenizer and tokenizer.folder)
         print(f"done: {step} steps; the last checkpoint is {self.checkpoints.folder / str(step)}", flush=True)
@@ -290,7 +321,7 @@ class Run:
                 for batch in batches:
                     if self.interruption.signal and step < self.cfg.steps:
                         return step
-                    sums = self.eval_step(self.state, batch)
+                    sums = self.eval_steps[step >= max(self.warmup, 1)](self.state, batch)
                     loss_sum, weight_sum = loss_sum + float(sums["loss_sum"]), weight_sum + float(sums["weight_sum"])
                 if not weight_sum:
                     where = f"evaluation.sets.{name}" if name else "evaluation.path or a larger evaluation.holdout"
@@ -298,7 +329,7 @@ class Run:
                 log.record_evaluation(step, loss_sum / weight_sum, int(weight_sum), name)
         return step
 
-    def show_sample(self, when):
+    def show_sample(self, when, step):
         prompt = self.cfg.evaluation.prompt
         if prompt is None or self.interruption.signal:
             return
@@ -306,7 +337,8 @@ class Run:
 
         tokenizer = self.batches.tokenizer
         ids = [*map(int, self.batches.render.begin), *map(int, tokenizer.encode_batch([prompt])[0])]
-        made = sample(self.graphdef, self.state, ids, self.cfg.evaluation.prompt_tokens, eos_id=tokenizer.eos_id)
+        graphdef = self.graphdefs[step >= max(self.warmup, 1)]
+        made = sample(graphdef, self.state, ids, self.cfg.evaluation.prompt_tokens, eos_id=tokenizer.eos_id)
         print(f"--- sample {when} training ---\n{prompt}{tokenizer.decode(made)}\n---", flush=True)
 
 
@@ -386,6 +418,12 @@ def starting_step(cfg) -> int | None:
         )
     for line in shown:
         print(f"changed since the checkpoint: {line}", flush=True)
+    warmup = cfg.precision.fp8.warmup_steps
+    if saved.precision.matmul == "compute" and cfg.precision.matmul == "float8" and warmup <= step:
+        raise UserError(
+            f'precision.matmul: the checkpoint of step {step} is of a run with "compute" and holds no magnitudes for FP8\'s scales. Set '
+            f"precision.fp8.warmup_steps={step + 10}: ten steps in {cfg.precision.compute} record them first"
+        )
     if step > cfg.steps:
         raise UserError(
             f"steps: the checkpoint in {output} is at step {step}, and steps = {cfg.steps}; raise steps, or use another output_dir"

@@ -13,7 +13,7 @@ from jaxllm import state as states
 from jaxllm.checkpoint import CheckpointConfig, Checkpoints
 from jaxllm.optim import Blocks, OptimizerConfig
 from jaxllm.section import UserError
-from support import batch_on, mesh, numpy_tree, tiny
+from support import MIXTRAL, batch_on, mesh, numpy_tree, tiny
 
 pytestmark = pytest.mark.version
 
@@ -174,10 +174,6 @@ def test_moments_in_few_bits_follow_the_gradients_also_with_a_long_memory(moment
 # --- where it rests -----------------------------------------------------------------------------------------------------
 
 MESHES = [dict(data=8), dict(data=2, sequence=2, expert=2), dict(expert=4, data=2), dict(sequence=4, replica=2)]
-MIXTRAL = (
-    "model.family=mixtral", "model.num_local_experts=4", "model.num_experts_per_tok=2", "model.router_aux_loss_coef=0.02",
-    "model.router_jitter_noise=0.0",
-)  # fmt: skip
 
 
 def test_blocks_lie_on_one_device_on_every_mesh_and_are_the_same_blocks():
@@ -219,7 +215,7 @@ def test_devices_without_the_memory_are_refused(monkeypatch):
         devices = np.array([Device()])
 
     with jax.set_mesh(mesh()):
-        _, params = states.declare(tiny().model, tiny().precision, tiny().attention)
+        _, params, _ = states.declare(tiny().model, tiny().precision, tiny().attention)
     monkeypatch.setattr(jax.sharding, "get_mesh", Mesh)
     with pytest.raises(
         UserError, match='moments_memory: "host" needs devices with the memory "pinned_host".* have device'

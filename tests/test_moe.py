@@ -169,6 +169,67 @@ def test_what_finds_no_room_is_dropped_and_counted_and_nothing_else_changes(rng,
         assert error(ours_, exact) < 2e-6
 
 
+COMPLETED = [("none", None), *itertools.product(("allgather", "ragged"), (None, 0.75)), ("alltoall", 0.75)]
+
+
+@functools.partial(jax.jit, static_argnames="how")
+def laid_open(x, weights, ids, real, kernel, cotangent, how):
+    """One layer with one product: output, gradients of x, weights and kernel, what is dropped; the rows, their gradient, sizes."""
+    rows, sizes, home, dropped = exchange.dispatch(x, ids, real, how)
+
+    def mixture(x, weights, kernel, zeros):
+        rows, _, home, _ = exchange.dispatch(x, ids, real, how)
+        names = ("experts", "embed", "mlp")
+        y = grouped_matmul(rows + zeros, sizes, kernel, names, how.everywhere, "float32", "float32", "xla")
+        return exchange.combine(y, weights, home, how, jnp.float32)
+
+    out, back = jax.vjp(mixture, x, weights, kernel, jnp.zeros_like(rows))
+    *grads, of_rows = back(cotangent)
+    return out, grads, dropped, rows, of_rows, sizes
+
+
+@pytest.mark.parametrize("way, factor", COMPLETED)
+def test_completed_groups_change_no_result_and_drop_no_token(rng, way, factor):
+    x, kernel = rng.standard_normal((8, 16, 16)).astype(np.float32), rng.standard_normal((E, 16, 24)).astype(np.float32)
+    ids = np.stack([rng.permutation(E - 1)[:2] for _ in range(128)]).reshape(8, 16, 2).astype(np.int32)  # one idle
+    weights, cotangent = rng.random((8, 16, 2)).astype(np.float32), rng.standard_normal((8, 16, 24)).astype(np.float32)
+    real = np.arange(16)[None] < np.array([16, 16, 15, 16, 16, 2, 16, 16])[:, None]
+    x, cotangent = (np.where(real[..., None], a, np.float32(1e9)) for a in (x, cotangent))  # padding is nobody's
+    arrays = x, weights, ids, real, kernel, cotangent
+    with jax.set_mesh(mesh(data=2, expert=4)):
+        plain = laid_open(*arrays, how=exchange.Exchange(way, E, factor))
+        full = laid_open(*arrays, how=exchange.Exchange(way, E, factor, multiple=128))
+    for got, want in zip(jax.tree.leaves(full[:2]), jax.tree.leaves(plain[:2]), strict=True):
+        assert error(got, want) < 1e-6
+    np.testing.assert_array_equal(full[2], plain[2])
+    assert np.asarray(full[2]).any() == (factor is not None), "the case drops where it may"
+    rows, of_rows, sizes, before = (np.asarray(a) for a in (*full[3:], plain[5]))
+    np.testing.assert_array_equal(sizes, -(-before // 128) * 128)
+    assert rows.shape[1] % 128 == 0 and (sizes.sum(1) <= rows.shape[1]).all()
+    for device in range(8):
+        owned = np.zeros(rows.shape[1], bool)
+        for first, size in zip(np.cumsum(sizes[device]) - sizes[device], before[device], strict=True):
+            owned[first : first + size] = True
+        for array in (rows[device], of_rows[device]):
+            assert array[owned].any(-1).all() and not array[~owned].any()
+    if factor is None:
+        gate = np.where(real[..., None], weights, 0)
+        assert error(full[0], dense(np.where(real[..., None], x, 0), gate, ids, kernel)) < 2e-6
+
+
+@pytest.mark.parametrize("way", exchange.WAYS)
+def test_there_is_room_where_every_group_lacks_as_much_as_it_can(way):
+    """Four tokens for eight experts, two each: groups of one row, completed to 128, fill R."""
+    ids = np.arange(E, dtype=np.int32).reshape(1, 4, 2)
+    x, how = np.ones((1, 4, 16), np.float32), exchange.Exchange(way, E, multiple=128)
+    with jax.set_mesh(mesh()):
+        rows, sizes, home, dropped = jax.jit(exchange.dispatch, static_argnums=3)(x, ids, np.ones((1, 4), bool), how)
+        out = exchange.combine(rows, np.ones(ids.shape, np.float32), home, how, jnp.float32)
+    assert rows.shape[1] == E * 128 and sizes.tolist() == [[128] * E] and not dropped.any()
+    np.testing.assert_array_equal(np.asarray(rows).sum((0, 2)), np.where(np.arange(E * 128) % 128, 0, 16))
+    np.testing.assert_array_equal(out, 2 * x)
+
+
 def test_padding_goes_to_no_expert_whatever_stands_there(rng):
     x, kernel = rng.standard_normal((2, 8, D)).astype(np.float32), rng.standard_normal((E, D, 24)).astype(np.float32)
     real = np.arange(8)[None] < np.array([[8], [3]])
@@ -302,7 +363,7 @@ def loaded(folder, sizes, *overrides):
     )
     device_mesh = mesh(**sizes)
     with jax.set_mesh(device_mesh):
-        graphdef, abstract = states.declare(cfg.model, cfg.precision, cfg.attention, cfg.moe)
+        graphdef, abstract, _ = states.declare(cfg.model, cfg.precision, cfg.attention, cfg.moe)
         params = hf.load_params(folder, mixtral.hf_weights(cfg.model), abstract)
     return cfg, device_mesh, graphdef, params
 

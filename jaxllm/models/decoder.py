@@ -5,10 +5,12 @@ serves any depth. A family contributes its block. The loss multiplies by lm_head
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pydantic
 from flax import nnx
@@ -25,15 +27,16 @@ ATTENTION_NAMES = ("attn_out", "attn_lse")
 LINEAR_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _policies = jax.checkpoint_policies
 
-# What the backward pass of a block keeps; everything else is computed again. The input of each block is always kept.
+# What the backward pass of a block keeps; everything else is computed again. The input of each block is always kept, and so are the magnitudes that FP8
+# records, a few numbers each.
 REMAT: dict[str, Any] = {
-    # Gathered weights are never kept, and what a norm or gated product yields costs less to compute than to store.
-    "none": _policies.save_anything_except_these_names("gathered", "norm", "gated"),
-    "dots": _policies.save_only_these_names(*LINEAR_NAMES, *ATTENTION_NAMES),
-    "attention": _policies.save_only_these_names(*ATTENTION_NAMES),
-    "full": _policies.nothing_saveable,
+    # Gathered weights are never kept, and what a norm, a gated product or a cast to FP8 yields costs less to compute than to store.
+    "none": _policies.save_anything_except_these_names("gathered", "norm", "gated", "quantised"),
+    "dots": _policies.save_only_these_names(*LINEAR_NAMES, *ATTENTION_NAMES, "amax"),
+    "attention": _policies.save_only_these_names(*ATTENTION_NAMES, "amax"),
+    "full": _policies.save_only_these_names("amax"),
     "offload": _policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
+        names_which_can_be_saved=["amax"],
         names_which_can_be_offloaded=["block_input"],
         offload_src="device",
         offload_dst="pinned_host",
@@ -233,18 +236,36 @@ class Decoder(nnx.Module):
         cos, sin = rotary_tables(positions, inverse, factor, compute)
         graphdef, layers = nnx.split(self.layers)
 
-        def layer(x, weights_and_key):
+        def layer(x, weights_and_key, multiply):
             weights, key = weights_and_key
             x = checkpoint_name(constrain(x, "batch", "sequence", "embed"), "block_input")
             own_noise = None if noise is None else (key, noise[1])
-            x, seen = nnx.merge(graphdef, weights)(x, cos, sin, k_start, k_end, layout, own_noise)
+            block = nnx.merge(graphdef, weights)
+            if multiply is not None:
+                block.set_attributes(multiply=multiply)
+            x, seen = block(x, cos, sin, k_start, k_end, layout, own_noise)
             return constrain(x, "batch", "sequence", "embed"), seen
 
-        # prevent_cse guards against undoing the recomputation outside loops; inside scan it only adds barriers.
-        layer = jax.checkpoint(layer, policy=REMAT[config.remat], prevent_cse=False)
         keys = None if noise is None else jax.random.split(noise[0], config.num_hidden_layers)
-        x, seen = jax.lax.scan(layer, self.embed_tokens(tokens), (layers, keys))
-        return self.norm(x), seen
+        x, parts = self.embed_tokens(tokens), []
+        for part, multiply in self._parts():
+            # prevent_cse guards against undoing the recomputation outside loops; inside scan it only adds barriers.
+            one = jax.checkpoint(
+                functools.partial(layer, multiply=multiply), policy=REMAT[config.remat], prevent_cse=False
+            )
+            x, seen = jax.lax.scan(one, x, jax.tree.map(lambda a, part=part: a[part], (layers, keys)))
+            parts.append(seen)
+        return self.norm(x), parts[0] if len(parts) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
+
+    def _parts(self):
+        """(which layers, how their products multiply or None: as they are) of each scan over layers. Layers at both ends that stay out of FP8 have their
+        own; that cuts the stacked weights and their gradients in pieces, for which the step holds one more copy of them where they rest."""
+        layers, fp8 = self.config.num_hidden_layers, self.precision.fp8
+        first, last = fp8.first_layers_bfloat16, fp8.last_layers_bfloat16
+        if self.precision.matmul == "compute" or not first + last:
+            return [(slice(None), None)]
+        ends = [(slice(0, first), "compute"), (slice(layers - last, layers), "compute")]
+        return [p for p in (ends[0], (slice(first, layers - last), None), ends[1]) if p[0].start < p[0].stop]
 
     @property
     def head(self):
