@@ -64,14 +64,27 @@ class Kernel:
 
 
 @dataclasses.dataclass(frozen=True)
+class Product:
+    """A matrix product. dtypes: of its two operands; flops: per execution of the program and device; name: of the operation it was traced from, with the
+    scopes around it, such as "jit(step)/mlp/dot_general"."""
+
+    dtypes: tuple[str, str]
+    flops: float
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Program:
     collectives: list[Collective]
-    flops: float
-    """Of all matrix products, per execution and device."""
-    flops_by_dtype: dict[str, float]
+    products: list[Product]
     kernels: list[Kernel]
     unknown_loops: int
     """Loops without a known trip count, counted once."""
+
+    @property
+    def flops(self) -> float:
+        """Of all matrix products, per execution and device."""
+        return sum(product.flops for product in self.products)
 
     @property
     def custom_calls(self) -> dict[str, int]:
@@ -151,28 +164,28 @@ def _multiplicities(computations, entry) -> tuple[dict[str, int], int]:
     return times, unknown
 
 
-def _product_flops(i: _Instruction, types: dict[str, str]) -> tuple[float, str]:
-    """2 x result x contracted size, and the dtype of the first operand."""
+def _product(i: _Instruction, types: dict[str, str], times: int) -> Product:
+    """FLOPs: 2 x result x contracted size."""
     contracting = re.search(r'"?lhs_contracting_(?:dims|dimensions)"?[=:]([{\[])(.*?)[}\]]', i.rest)
-    left = types[_operands(i, 1)[0]]
-    dtype, dims = _shapes(left)[0]
+    (left, dims), (right, _) = (_shapes(types[operand])[0] for operand in _operands(i, 2))
     contracted = math.prod(dims[int(d)] for d in re.findall(r"\d+", contracting[2])) if contracting else 1
-    return 2.0 * math.prod(_shapes(i.result)[0][1]) * contracted, dtype
+    name = re.search(r'op_name="([^"]*)"', i.rest)
+    flops = 2.0 * math.prod(_shapes(i.result)[0][1]) * contracted * times
+    return Product((left, right), flops, name[1] if name else "")
 
 
 def read(text: str) -> Program:
     """The collectives and FLOPs of a compiled program from its `as_text()`."""
     computations, entry = _parse(text)
     times, unknown = _multiplicities(computations, entry)
-    collectives, flops, kernels = [], collections.Counter(), []
+    collectives, products, kernels = [], [], []
     for name, instructions in computations.items():
         if not times[name]:
             continue
         types = {i.name: i.result for i in instructions}
         for i in instructions:
             if i.op == "dot" or (i.op == "custom-call" and "__cublas" in i.rest):
-                count, dtype = _product_flops(i, types)
-                flops[dtype] += count * times[name]
+                products.append(_product(i, types, times[name]))
             elif i.op == "custom-call" and (target := re.search(r'custom_call_target="([^"]+)"', i.rest)):
                 called = re.search(r'op_name="(?:[^"]*/)?([^"/]+)/mpmd_map"', i.rest)  # Pallas
                 operands = [shape for operand in _operands(i, 64) for shape in _shapes(types.get(operand, ""))]
@@ -180,7 +193,7 @@ def read(text: str) -> Program:
             kind = i.op.removesuffix("-start")
             if kind in _COLLECTIVES:
                 collectives.append(_collective(kind, i, types, times[name], wrapped=name in _wrapped(computations)))
-    return Program(collectives, sum(flops.values()), dict(flops), kernels, unknown)
+    return Program(collectives, products, kernels, unknown)
 
 
 def _wrapped(computations) -> set[str]:

@@ -127,8 +127,9 @@ WARNINGS = {
 }
 
 
-def kernel_flops(kernels, cfg) -> float | None:
-    """FLOPs of our kernels (`hlo.Kernel`s) per execution and device on the current mesh; None if one is not known by name (Triton's are not).
+def kernel_flops(kernels, cfg) -> list[float] | None:
+    """FLOPs of each of our kernels (`hlo.Kernel`s; 0 for other calls) per execution and device on the current mesh; None if one is not known by name
+    (Triton's are not).
 
     What a call computes depends on its data, so this is what `cfg` means by it: a row is one document, of whose keys a query sees those before it and
     inside its window (half of them, without a window), and experts have equal rows, sum(group_sizes) = tokens x experts of each. Products that a kernel
@@ -140,11 +141,11 @@ def kernel_flops(kernels, cfg) -> float | None:
     window = min(model.sliding_window or seq_len, seq_len)
     keys = (window - window**2 / (2 * seq_len)) / attention.calls_per_pass(cfg.attention, model, seq_len)
     tokens = cfg.rows_per_microbatch * seq_len / axis_size(*AXES)
-    total = 0.0
+    found = []
     for kernel in kernels:
         if kernel.target not in KERNELS:
-            continue
-        if kernel.name in ATTENTION_PRODUCTS:
+            flops = 0.0
+        elif kernel.name in ATTENTION_PRODUCTS:
             queries = max(math.prod(dims) for _, dims in kernel.operands if len(dims) == 4)  # B x T x H x D
             flops = ATTENTION_PRODUCTS[kernel.name] * 2 * queries * keys
         elif kernel.name.startswith("grouped_"):
@@ -153,8 +154,22 @@ def kernel_flops(kernels, cfg) -> float | None:
             flops = 2 * tokens * model.num_experts_per_tok * weight
         else:
             return None
-        total += flops * kernel.times
-    return total
+        found.append(flops * kernel.times)
+    return found
+
+
+def fp8_share(program, in_kernels) -> float | None:
+    """Of the FLOPs of products with weights of attention and MLPs or experts, forward and backward, the share whose operands are both FP8; in_kernels: as
+    `kernel_flops` says, and None if that does."""
+    if in_kernels is None:
+        return None
+    work = [(p.dtypes, p.flops) for p in program.products if not re.search(r"\b(loss|router|attention)\b", p.name)]
+    for kernel, flops in zip(program.kernels, in_kernels, strict=True):
+        if kernel.name.startswith("grouped_"):
+            arrays = [dtype for dtype, dims in kernel.operands if len(dims) >= 2 and dtype[0] in "bf"]
+            work.append((arrays[:2], flops))
+    total = sum(flops for _, flops in work)
+    return sum(flops for dtypes, flops in work if all(d.startswith("f8") for d in dtypes)) / total if total else None
 
 
 def report(cfg, on: str) -> dict:
@@ -162,11 +177,12 @@ def report(cfg, on: str) -> dict:
     import jax
     import numpy as np
 
-    from jaxllm import attention, config, hardware, hlo, moe, sharding
+    from jaxllm import attention, config, hardware, hlo, linear, moe, sharding
 
     name, hosts, count = parse_devices(on)
     config.check(cfg, hosts * count)
     with jax.set_mesh(sharding.make_mesh(cfg.mesh, devices(on))):
+        products = linear.describe(cfg.precision, attention.device_kind())
         described = attention.describe(cfg.attention, cfg.model, cfg.precision.compute, cfg.data.seq_len)
         experts = None
         if cfg.model.num_local_experts:
@@ -203,6 +219,7 @@ def report(cfg, on: str) -> dict:
         "devices": hosts * count,
         "evidence": "compiled, not measured",
         "attention": described,
+        "products": products,
         "experts": experts,
         "fits": gib(need) + RESERVE_GIB <= capacity,
         "memory_gib": {
@@ -216,7 +233,8 @@ def report(cfg, on: str) -> dict:
             "device": capacity,
         },
         "flops_per_step_per_device": program.flops,
-        "kernel_flops_per_step_per_device": in_kernels,
+        "kernel_flops_per_step_per_device": None if in_kernels is None else sum(in_kernels),
+        "fp8_share": fp8_share(program, in_kernels),
         "collectives": [
             {"kind": c.kind, "dtype": c.dtype, "bytes": c.bytes, "times": c.times, "asynchronous": c.asynchronous}
             for c in sorted(program.collectives, key=lambda c: -c.bytes * c.times)
@@ -232,6 +250,7 @@ def page(facts: dict) -> str:
     memory = facts["memory_gib"]
     lines = [
         facts["attention"],
+        facts["products"],
         *([facts["experts"]] if facts["experts"] else []),
         f"{facts['devices']} x {facts['device']} ({facts['evidence']}), compiled in {facts['compile_s']} s",
         f"memory per GPU: need {memory['need']:.1f} GiB = weights {memory['weights']:.1f} + optimizer {memory['optimizer']:.1f} + temporaries "
@@ -245,6 +264,8 @@ def page(facts: dict) -> str:
     lines.append(
         f"matrix products per GPU and step: {facts['flops_per_step_per_device'] / 1e12:.1f} TFLOP, and {kernels} calls of our kernels, {work}"
     )
+    if facts["fp8_share"]:
+        lines.append(f"in FP8: {facts['fp8_share']:.1%} of the products with weights of attention and MLPs or experts")
     totals = {}
     for c in facts["collectives"]:
         size, count, late = totals.get((c["kind"], c["dtype"]), (0, 0, 0))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import pathlib
 
 import jax
 import pytest
@@ -10,9 +9,8 @@ import pytest
 from h100.compiled import MARKS
 from jaxllm import config, hlo, plan
 from jaxllm.section import UserError
-from support import tiny
+from support import MIXTRAL, ROOT, tiny
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 pytestmark = MARKS
 
 
@@ -75,6 +73,19 @@ def test_bfloat16_reduction_halves_the_traffic_of_gradients(llama8b):
     assert size(facts) == pytest.approx(size(llama8b) / 2, rel=0.01)
 
 
+def test_in_fp8_all_products_of_layers_are_and_half_the_bytes_are_gathered(llama8b):
+    facts = plan.report(config.load_config(ROOT / "configs" / "llama3_8b.toml", "precision.matmul=float8"), "h100:8")
+    assert facts["fp8_share"] >= 0.99 and llama8b["fp8_share"] == 0 and facts["warnings"] == []
+    assert facts["flops_per_step_per_device"] == llama8b["flops_per_step_per_device"]
+    assert facts["memory_gib"]["temporaries"] <= 1.1 * llama8b["memory_gib"]["temporaries"]
+    size = lambda report, *dtypes: sum(
+        c["bytes"] * c["times"] for c in report["collectives"] if c["kind"] == "all-gather" and c["dtype"] in dtypes
+    )
+    head = 2 * 128256 * 4096  # stays in bfloat16, and so do 65 norms
+    assert size(facts, "bf16") == pytest.approx(head, rel=0.01)
+    assert size(facts, "f8e4m3fn") == pytest.approx((size(llama8b, "bf16") - head) / 2, rel=0.01)
+
+
 def test_each_rematerialisation_policy_does_on_the_device_what_it_says():
     """Its memory, and what it computes again: products of a layer but the last, attention, or neither."""
     need, host = {}, {}
@@ -99,20 +110,24 @@ def test_each_rematerialisation_policy_does_on_the_device_what_it_says():
 
 def test_a_mesh_of_all_axes_compiles_without_rematerialisation():
     cfg = tiny(
-        "mesh.data=2",
-        "mesh.sequence=2",
-        "mesh.expert=2",
-        "model.family=mixtral",
-        "model.num_local_experts=4",
-        "model.num_experts_per_tok=2",
-        "model.router_aux_loss_coef=0.02",
-        "model.router_jitter_noise=0",
-        "model.hidden_size=128",
-        "precision.compute=bfloat16",
-        "data.global_batch_size=8",
-    )
+        "mesh.data=2", "mesh.sequence=2", "mesh.expert=2", *MIXTRAL, "model.hidden_size=128", "precision.compute=bfloat16",
+    )  # fmt: skip
     facts = plan.report(cfg, "h100:8")
     assert not [w for w in facts["warnings"] if "copied whole" in w]
+
+
+def test_the_share_of_fp8_counts_products_of_layers_alone():
+    """Not the head, the router and attention; kernels of experts by their operands; and a product of one FP8 operand is none in FP8."""
+    f8, e5, bf16 = "f8e4m3fn", "f8e5m2", "bf16"
+    kernel = lambda *dtypes: hlo.Kernel("mosaic_gpu_v2", "grouped_forward", [(d, (8, 8)) for d in dtypes], [], 1)
+    products = [
+        hlo.Product((f8, e5), 6.0, "jit(f)/transpose(jvp(mlp))/dot_general"),
+        hlo.Product((f8, bf16), 2.0, "jit(f)/self_attn/dot_general"),
+        *(hlo.Product((bf16, bf16), 50.0, f"jit(f)/{scope}/dot_general") for scope in ("jvp(loss)", "moe/router", "self_attn/attention")),
+    ]  # fmt: skip
+    program = hlo.Program([], products, [kernel(f8, f8), kernel(bf16, bf16)], 0)
+    assert plan.fp8_share(program, [3.0, 1.0]) == pytest.approx(9 / 12)
+    assert plan.fp8_share(program, None) is None
 
 
 def test_the_command_prints_json_and_a_page(capsys, tmp_path):
@@ -171,8 +186,8 @@ ENTRY %main (a: f32[64,16]) -> f32[8,16] {
     unknown, dq = program.kernels
     assert (unknown.name, dq.name, dq.operands) == ("", "attention_dq", [("bf16", (2, 128, 4, 64))] * 3)
     # three products of 128 queries with 64 keys each, and 8 in a window of 8 (less at the beginning); what is not ours does not count
-    assert plan.kernel_flops(program.kernels, tiny("data.seq_len=128")) == 3 * 2 * (2 * 128 * 4 * 64) * 64
+    assert plan.kernel_flops(program.kernels, tiny("data.seq_len=128")) == [0, 3 * 2 * (2 * 128 * 4 * 64) * 64]
     narrow = tiny("data.seq_len=128", "model.family=mistral", "model.sliding_window=8")
-    assert plan.kernel_flops([dq], narrow) == 3 * 2 * (2 * 128 * 4 * 64) * (8 - 64 / 256)
+    assert plan.kernel_flops([dq], narrow) == [3 * 2 * (2 * 128 * 4 * 64) * (8 - 64 / 256)]
     assert plan.kernel_flops([dataclasses.replace(unknown, target="triton_kernel_call")], narrow) is None
     assert jax.default_backend() == "cpu"
