@@ -34,7 +34,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from benchmarks import attention, moe, ring
+from benchmarks import attention, linear_fp8, moe, ring
 from benchmarks.attention import NO_TIME, PASSED, append, error, first_device, said, shown
 
 ROUNDING = 2**-9  # one rounding to bfloat16, relative
@@ -541,14 +541,15 @@ def grouped_kernels(name, transposed=False):
     from jaxllm_kernels import grouped
 
     module, one = grouped.load_backend(name), jnp.float32(1)
+    product = functools.partial(module.forward, dtype=jnp.bfloat16)
     with_scale = lambda *names: dict.fromkeys(names, one) | {"transposed": True} if transposed else {}
 
     def forward(x, w, n):
         options = with_scale("x_scale")
-        return module.forward(x, w, n, **options, **({"w_scale": jnp.ones(n.shape)} if transposed else {}))
+        return product(x, w, n, **options, **({"w_scale": jnp.ones(n.shape)} if transposed else {}))
 
     def dgrad(dy, w, n):
-        return forward(dy, w, n) if transposed else module.forward(dy, w, n, transposed=True)
+        return forward(dy, w, n) if transposed else product(dy, w, n, transposed=True)
 
     def wgrad(x, dy, n):
         return module.wgrad(x, dy, n, n.shape[0], **with_scale("x_scale", "dy_scale"))
@@ -827,6 +828,12 @@ def grouped_speed(options, emit, left):
             emit(row)
 
 
+def fp8_speed(options, emit, left):
+    """Products in FP8 beside those in bfloat16; see benchmarks.linear_fp8."""
+    for row in linear_fp8.rows(_sizes(options)["fp8_tokens"], options.rehearse, left, 2 if options.rehearse else 5):
+        emit(row)
+
+
 def ring_speed(options, emit, left):
     """The ring's hops on one device; see benchmarks.ring. First small, all ranks: also dk and dv."""
     from jaxllm_kernels.attention import load_backend
@@ -855,7 +862,7 @@ def plans(options, emit, left):
 
 SIZES = dict(
     grouped=dict(R=4096, widths=(1024, 768, 640), fp8_widths=(512, 640)),  # one for each tile plan
-    small=SMALL, long=LONG, repeats=60, other=2**17, tokens=8192, chunk=2048, rows=4, steps=4, rounds=5,
+    fp8_tokens=16384, small=SMALL, long=LONG, repeats=60, other=2**17, tokens=8192, chunk=2048, rows=4, steps=4, rounds=5,
     ring={512: dict(timed_ranks=range(8), rounds=3), 8192: {}, 4096: {}, 2048: {}},
     model=(
         "model.vocab_size=32000", "model.hidden_size=1024", "model.intermediate_size=2816", "model.num_hidden_layers=8",
@@ -873,7 +880,7 @@ _TINY_MODEL = (
 )  # fmt: skip
 REHEARSAL = dict(
     grouped=dict(R=512, widths=(128,), fp8_widths=(128,)),
-    small=dict(B=2, T=128, H=4, K=2), long=dict(B=1, T=256, H=4, K=2), repeats=3, other=2**10, tokens=128, chunk=64, rows=2, steps=2,
+    fp8_tokens=128, small=dict(B=2, T=128, H=4, K=2), long=dict(B=1, T=256, H=4, K=2), repeats=3, other=2**10, tokens=128, chunk=64, rows=2, steps=2,
     rounds=2, model=_TINY_MODEL, big_name="tiny", big=_TINY_MODEL,
     ring={16: dict(timed_ranks=range(8), rounds=1, heads=4, kv_heads=2, head_dim=64)},
 )  # fmt: skip
@@ -888,6 +895,7 @@ PARTS = (
     Part("training", training, True, needs=30, most=120, quiet=120),
     Part("attention", attention_speed, most=150, quiet=90),
     Part("grouped", grouped_speed, most=120, quiet=90),
+    Part("linear fp8", fp8_speed, most=90, quiet=90),
     Part("ring", ring_speed, most=90),
     Part("training speed", training_speed, needs=40, most=120, quiet=120),
     Part("tile plans", plans, most=240),

@@ -98,6 +98,7 @@ def test_the_exit_code_is_that_of_the_required_parts_and_every_row_is_written(tm
         ("grouped order", "xla"),
         ("grouped order", "triton"),
         ("grouped", "xla"),
+        ("linear fp8", "xla"),
     ],
 )
 def test_a_part_passes_where_it_is_rehearsed(part, backend):
