@@ -21,13 +21,12 @@ import importlib.util
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 
-from benchmarks.attention import AGREEMENT, NO_TIME, PASSED, append, error, first_device, medians, said, shown
-from benchmarks.train_step import ask, cpu_name
+from benchmarks.attention import AGREEMENT, NO_TIME, PASSED, append, error, first_device, medians, missing, said, shown
+from benchmarks.train_step import ask, cpu_name, start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +79,7 @@ def jaxllm_worker(layer, threads, file):
     import jax
     import numpy as np
 
-    from jaxllm import exchange, linear, sharding
+    from jaxllm import exchange, grouped_linear, sharding
     from jaxllm.layers import swiglu
 
     given, how = case(layer), exchange.Exchange("none", layer.experts)
@@ -89,7 +88,7 @@ def jaxllm_worker(layer, threads, file):
 
         def experts(x, weights, w1, w3, w2, ids):
             rows, sizes, home, _ = exchange.dispatch(x, ids, np.ones(ids.shape[:2], bool), how)
-            product = lambda rows, w, names: linear.grouped_matmul(
+            product = lambda rows, w, names: grouped_linear.grouped_matmul(
                 rows, sizes, w, names, True, "float32", "float32", "xla"
             )
             y = product(swiglu(product(rows, w1, up), product(rows, w3, up)), w2, down)
@@ -172,16 +171,9 @@ def beside_transformers(layer, threads, rounds, steps):
         try:
             for role in WORKERS:
                 file = os.path.join(folder, f"{role}.npz")
-                command = [sys.executable, "-m", "benchmarks.moe", "--worker", role, "--file", file]
-                command += ["--threads", str(threads), "--layer", json.dumps(dataclasses.asdict(layer))]
-                environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
-                processes[role] = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-                )
-            for role, process in processes.items():
-                if not (said_first := process.stdout.readline()):
-                    raise RuntimeError(f"the process of {role} ended before it began, with what it said above")
-                facts |= json.loads(said_first)
+                arguments = "--file", file, "--threads", str(threads), "--layer", json.dumps(dataclasses.asdict(layer))
+                processes[role], said_first = start("benchmarks.moe", role, *arguments)
+                facts |= said_first
             ours, theirs = (np.load(os.path.join(folder, f"{role}.npz")) for role in WORKERS)
             names = ("y", "dx", "dweights", "dw1", "dw3", "dw2")
             differences = {
@@ -253,12 +245,6 @@ def cases(layer: Layer):
         *(Groups(f"{layer.tokens} tokens, {E} experts", rows, *matrix, uneven) for matrix in (up, down)),
         Groups(f"room for {rows} rows, {fair + 1} used, 1 expert", rows, *up, (fair + 1,)),
     ]
-
-
-def missing(name):
-    """Why a contender cannot take part; None where it can."""
-    absent = name == "tokamax" and not importlib.util.find_spec("tokamax")
-    return "left out: tokamax is not installed" if absent else None
 
 
 def contender(name, product, sizes):

@@ -4,6 +4,8 @@
     python -m benchmarks.parity --pairs           # a set of cases in which every pair of values occurs: what CI runs
     python -m benchmarks.parity --only experts=8 remat=attention --sample 500    # a part of the product: with these values, drawn at random
 
+    python -m benchmarks.parity --pairs --matmul float8      # any part of it in FP8 (or "record": float32, and the magnitudes that FP8 would scale by)
+
 A case is compared with the same rows on one device, in one piece, with nothing recomputed: float32, largest error of the loss (relative) and of
 any gradient tensor (max|a - b| / max|b|).
 
@@ -41,7 +43,9 @@ LONG = [  # lengths that fit nothing, and many more tiles than devices
     for length in (7, 4095, 4097)
     for n in (1, 2, 4, 8)
 ]  # fmt: skip
-LOSS, GRADIENT = 1e-5, 1e-4  # the largest errors allowed
+# The largest errors allowed: of the loss, of a gradient, of a recorded amax. Rounding to FP8 is no continuous function: numbers that differ in their last
+# bit may fall to both sides of a border, an eighth apart in a gradient.
+ALLOWED = {"compute": (1e-5, 1e-4, 0.0), "record": (1e-5, 1e-4, 1e-5), "float8": (1e-3, 0.05, 0.02)}
 MODEL = (
     "model.vocab_size=256", "model.hidden_size=64", "model.intermediate_size=96", "model.num_hidden_layers=2",
     "model.num_attention_heads=4", "model.num_key_value_heads=2", "model.max_position_embeddings=8192", "precision.compute=float32",
@@ -103,7 +107,7 @@ def rows(length, packing, num_rows=16, seed=0):
 
 @functools.lru_cache(maxsize=2)
 def program(**case):
-    """(mesh, parameters, compiled gradients) of a case, whatever its rows hold."""
+    """(mesh, TrainState, compiled gradients of parameters and scales) of a case, whatever its rows hold."""
     import jax
 
     from jaxllm import config, sharding, step
@@ -117,32 +121,43 @@ def program(**case):
             *ROUTER,
         ]
     cfg = config.load_config(
-        None, *MODEL, *family, f"data.seq_len={case['length']}", f"attention.communication={case['communication']}",
+        None, *MODEL, *family, f"precision.matmul={case['matmul']}", f"data.seq_len={case['length']}", f"attention.communication={case['communication']}",
         f"optimizer.num_microbatches={case['microbatches']}", f"model.remat={case['remat']}",
     )  # fmt: skip
     sizes = {axis: case[axis] for axis in ("data", "sequence", "expert")}
     mesh = sharding.make_mesh(sharding.MeshConfig(**sizes), jax.devices()[: math.prod(sizes.values())])
     with jax.set_mesh(mesh):
         graphdef, state = step.init_state(cfg)
-    return mesh, state.params, jax.jit(lambda params, batch: step.gradients(graphdef, params, batch, cfg))
+    gradients = lambda params, batch, scales: step.gradients(graphdef, params, batch, cfg, 0, scales)
+    return mesh, state, jax.jit(gradients)
+
+
+def observers(case, initial):
+    """{path: value of an `fp8.Observed`}: as the state `initial` has them, or for FP8 after one step on the same rows, recorded on one device."""
+    from jaxllm import fp8
+
+    if case["matmul"] == "float8":
+        recorded = {key: case[key] for key in ("length", "packing", "window", "experts")}
+        initial = fp8.advance(initial, alone(**recorded, matmul="record")[2], fp8.FP8Config())
+    return fp8.observed(initial)
 
 
 def run(case):
-    """(loss, {path: gradient}) of a case in numpy."""
+    """(loss, {path: gradient}, {path: gradient of `fp8.Observed`}) of a case in numpy."""
     import jax
     import numpy as np
 
     from jaxllm.data.batch import to_device
 
-    mesh, params, gradients = program(**{key: value for key, value in case.items() if key != "packing"})
+    mesh, state, gradients = program(**{key: value for key, value in case.items() if key != "packing"})
     with jax.set_mesh(mesh):
         batch = to_device(rows(case["length"], case["packing"]), case["microbatches"], mesh, window=case["window"])
-        grads, parts = gradients(params, batch)
-    return float(parts["loss_sum"]), jax.tree.map(np.asarray, grads)
+        grads, parts = gradients(state.params, batch, observers(case, state.fp8))
+    return float(parts["loss_sum"]), jax.tree.map(np.asarray, grads), jax.tree.map(np.asarray, parts["fp8"])
 
 
 @functools.cache
-def alone(length, packing, window, experts):
+def alone(length, packing, window, experts, matmul):
     plain = {
         "sequence": 1,
         "data": 1,
@@ -152,18 +167,25 @@ def alone(length, packing, window, experts):
         "microbatches": 1,
         "remat": "none",
     }
-    return run({**plain, "length": length, "packing": packing, "window": window, "experts": experts})
+    return run({**plain, "length": length, "packing": packing, "window": window, "experts": experts, "matmul": matmul})
 
 
 def errors(case):
-    """(error of the loss, largest error of a gradient, its path)."""
+    """((error of the loss, largest error of a gradient, of an amax), path of that gradient)."""
     import numpy as np
 
-    loss, grads = run(case)
-    want_loss, want = alone(case["length"], case["packing"], case["window"], case["experts"])
+    loss, grads, seen = run(case)
+    parts = {key: case[key] for key in ("length", "packing", "window", "experts", "matmul")}
+    want_loss, want, want_seen = alone(**parts)
     error = lambda path: float(np.abs(grads[path] - want[path]).max() / max(np.abs(want[path]).max(), 1e-8))
     worst = max(want, key=error)
-    return abs(loss - want_loss) / abs(want_loss), error(worst), worst
+    apart = (np.abs(seen[path][..., 0] / want_seen[path][..., 0] - 1).max() for path in want_seen)
+    return (abs(loss - want_loss) / abs(want_loss), error(worst), max(map(float, apart), default=0.0)), worst
+
+
+def fits(found, matmul):
+    """Whether errors are allowed; a NaN is not."""
+    return all(error <= allowed for error, allowed in zip(found, ALLOWED[matmul], strict=True))
 
 
 def main(arguments=None) -> int:
@@ -173,12 +195,13 @@ def main(arguments=None) -> int:
         "--only", nargs="+", default=[], metavar="FACTOR=VALUE", help="only the cases with these values"
     )
     parser.add_argument("--sample", type=int, help="only so many cases, drawn at random (always the same)")
+    parser.add_argument("--matmul", choices=ALLOWED, default="compute", help="precision.matmul, on both sides")
     options = parser.parse_args(arguments)
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     import jax
 
-    cases, failed, worst, begin = pairs() if options.pairs else product() + LONG, [], (0.0, 0.0), time.time()
+    cases, failed, worst, begin = pairs() if options.pairs else product() + LONG, [], (0.0,) * 3, time.time()
     for name, _, value in (text.partition("=") for text in options.only):
         values = list(dict.fromkeys(str(case.get(name)) for case in cases))
         if name not in FACTORS or value not in values:  # no case would be no failure
@@ -192,21 +215,25 @@ def main(arguments=None) -> int:
     if options.sample:
         cases = [cases[n] for n in sorted(random.Random(0).sample(range(len(cases)), options.sample))]
     for number, case in enumerate(cases):
-        loss, gradient, path = errors(case)
-        worst = max(worst[0], loss), max(worst[1], gradient)
-        if not (loss <= LOSS and gradient <= GRADIENT):  # a NaN is no pass
+        found, path = errors(case | {"matmul": options.matmul})
+        worst = tuple(map(max, worst, found))
+        if not fits(found, options.matmul):
             failed.append(case)
-        print(f"{number + 1}/{len(cases)} {case}: loss {loss:.1e}, gradient {gradient:.1e} ({path})", flush=True)
+        loss, gradient, amax = found
+        print(
+            f"{number + 1}/{len(cases)} {case}: loss {loss:.1e}, gradient {gradient:.1e} ({path}), amax {amax:.1e}",
+            flush=True,
+        )
         if number % 50 == 49:
             jax.clear_caches()
     result = {
         "date": datetime.date.today().isoformat(), "jax": jax.__version__, "platform": "8 emulated CPU devices",
-        "factors": FACTORS, "only": options.only, "sample": options.sample,
-        "cases": len(cases), "failed": failed, "worst_loss_error": worst[0], "worst_gradient_error": worst[1],
+        "factors": FACTORS, "matmul": options.matmul, "pairs": options.pairs, "only": options.only, "sample": options.sample,
+        "cases": len(cases), "failed": failed, "worst_loss_error": worst[0], "worst_gradient_error": worst[1], "worst_amax_error": worst[2],
         "seconds": round(time.time() - begin),
     }  # fmt: skip
     print(json.dumps(result))
-    if not options.pairs:
+    if not options.pairs or options.matmul != "compute":  # what CI runs anyway is no result
         with (pathlib.Path(__file__).parent / "results" / "parity.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(result) + "\n")
     return 1 if failed else 0

@@ -1,7 +1,7 @@
 """How tokens meet their experts: from tokens in their rows to rows sorted by expert, and back, over the expert axis of the mesh.
 
 Between `dispatch` and `combine` a layer's tokens are rows sorted by expert, one block of rows per device: rows [devices, R, D] and group sizes
-[devices, experts held]. Everything that multiplies them by a weight is `linear.GroupedLinear`. R is the worst case unless `buffer_factor` bounds it, so
+[devices, experts held]. Everything that multiplies them by a weight is `grouped_linear.GroupedLinear`. R is the worst case unless `buffer_factor` bounds it, so
 that nothing is dropped; the products' cost follows the group sizes, while what XLA computes between them (gathers, the gated product) and the zeros
 behind the groups follow R. Padding goes to no expert.
 
@@ -14,6 +14,9 @@ Without a bound, R = P N min(K, E / P) in the last three and C = R / P.
 
 A bound: R = buffer_factor x N K rows (1: what a perfectly balanced router fills). Assignments that do not fit are dropped: the weights of the token's other
 experts are not changed for it (arXiv 2101.03961). Kept are the first R in the order of the tokens; with "alltoall" the first R / P of each pair of devices.
+
+`multiple`: kernels that multiply in FP8 take groups of a multiple of 128 rows. Each group is then completed with rows of zeros, which are nobody's: they come
+from no token, and what is made of them goes to none. R grows by the most that this can need, so the same assignments are dropped, if any.
 
 Rows move by gathers in both directions (custom_vjps with the inverse map; only its numbers are scattered, one to a place), and a token's experts are
 summed in float32 in a fixed order: nothing is added by scattering, and a repeated run gives the same bits.
@@ -37,11 +40,13 @@ _TOKENS, _ROWS = P(BATCH, "sequence", None), P(AXES)
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """way: one of WAYS. num_experts: of the layer. buffer_factor: None (nothing is dropped), or what bounds the rows that a device receives."""
+    """way: one of WAYS. num_experts: of the layer. buffer_factor: None (nothing is dropped), or what bounds the rows that a device receives.
+    multiple: of which every group's size is one."""
 
     way: str
     num_experts: int
     buffer_factor: float | None = None
+    multiple: int = 1
 
     @property
     def everywhere(self) -> bool:
@@ -57,8 +62,8 @@ class Exchange:
         """Experts that a device computes."""
         return self.num_experts // self.places
 
-    def num_rows(self, num_tokens: int, per_token: int) -> int:
-        """R, for N tokens per device; with "alltoall" a multiple of the places."""
+    def room(self, num_tokens: int, per_token: int) -> int:
+        """Assignments that a device takes, for N tokens per device; with "alltoall" a multiple of the places."""
         worst = self.places * num_tokens * min(per_token, self.held)
         if self.buffer_factor is None or self.everywhere:
             return worst
@@ -67,10 +72,18 @@ class Exchange:
             bound = -(-bound // self.places) * self.places
         return min(worst, bound)
 
+    def num_rows(self, num_tokens: int, per_token: int) -> int:
+        """R: the room, and what completes the groups, of which all may lack multiple - 1 rows. Their sum is a multiple too, so rounded down."""
+        return (self.room(num_tokens, per_token) + self.held * (self.multiple - 1)) // self.multiple * self.multiple
+
+    def completed(self, sizes):
+        return -(-sizes // self.multiple) * self.multiple
+
 
 def dispatch(x, ids, real, how: Exchange):
-    """x [B, T, D], ids i32[B, T, K], real bool[B, T] -> (rows [devices, R, D] sorted by expert, sizes i32[devices, experts held], home: what `combine`
-    needs to know, dropped i32[devices]: assignments that found no room)."""
+    """x [B, T, D], ids i32[B, T, K], real bool[B, T] -> (rows [devices, R, D] sorted by expert, sizes i32[devices, experts held], multiples of
+    how.multiple, home: what `combine` needs to know, dropped i32[devices]: assignments that found no room). Rows that are nobody's, behind the groups or to
+    complete them, are exactly 0, and so are their gradients in `combine`'s backward pass, whatever stands in padding."""
     local = _DISPATCH[how.way]
     specs = (_TOKENS, _TOKENS, P(*_TOKENS[:2]))
 
@@ -103,12 +116,12 @@ def _gathered(x, how):
 
 
 def _dispatch_gathered(x, ids, how):
-    num_rows = how.num_rows(*ids.shape)
+    room, num_rows = how.room(*ids.shape), how.num_rows(*ids.shape)
     ids = _gathered(ids, how)
     flat = ids.reshape(-1) - (jax.lax.axis_index("expert") * how.held if how.places > 1 else 0)
     mine = (flat >= 0) & (flat < how.held)
-    kept = mine & (jnp.cumsum(mine) <= num_rows)
-    place, sizes = _sorted(jnp.where(kept, flat, how.held), how.held)
+    kept = mine & (jnp.cumsum(mine) <= room)
+    place, sizes = _sorted(jnp.where(kept, flat, how.held), how.held, how.completed)
     slots = jnp.where(kept, place, num_rows).reshape(ids.shape)
     rows = _take(x, _sources(slots, num_rows), slots, how.places > 1)
     return rows, sizes, slots, jnp.sum(mine & ~kept)
@@ -123,7 +136,8 @@ def _combine_gathered(rows, weights, slots, how):
 
 
 def _dispatch_sent(x, ids, how):
-    num_places, held, num_rows = how.places, how.held, how.num_rows(*ids.shape)
+    num_places, held, total = how.places, how.held, how.room(*ids.shape)
+    num_rows = how.num_rows(*ids.shape)
     ragged = how.way == "ragged"
     flat = ids.reshape(-1)
     to = flat // held  # num_places for padding
@@ -133,9 +147,9 @@ def _dispatch_sent(x, ids, how):
         # Each receiver takes the tokens of place 0, then those of place 1, and so on, until it is full.
         wanted = _to_all(turn[-1], how)  # i32[from, to]
         before = jnp.cumsum(wanted, axis=0) - wanted
-        room = jnp.clip(num_rows - before, 0, wanted)[_here(how)]
+        room = jnp.clip(total - before, 0, wanted)[_here(how)]
     else:
-        room = jnp.full((num_places,), num_rows // num_places, jnp.int32)
+        room = jnp.full((num_places,), total // num_places, jnp.int32)
     kept = jnp.any(goes & (turn <= room[None]), axis=1)
     place, sizes = _sorted(jnp.where(kept, flat, how.num_experts), how.num_experts)
     sent = _to_all(sizes, how).reshape(num_places, num_places, held)  # i32[from, to, expert]
@@ -146,25 +160,27 @@ def _dispatch_sent(x, ids, how):
         arrive = jnp.cumsum(counts, axis=0, dtype=jnp.int32) - counts  # in the receiver's buffer
         way = (starts, counts, arrive)
     else:
-        block = num_rows // num_places
-        slots, buffer = place + to * block - starts[_here(how)][jnp.minimum(to, num_places - 1)], num_rows
+        block = total // num_places
+        slots, buffer = place + to * block - starts[_here(how)][jnp.minimum(to, num_places - 1)], total
         arrive = jnp.broadcast_to((jnp.arange(num_places, dtype=jnp.int32) * block)[:, None], counts.shape)
         way = None
     slots = jnp.where(kept, slots, buffer).reshape(ids.shape)
     outgoing = _take(x, _sources(slots, buffer), slots, False)
-    arrived = _travel(outgoing, way, num_rows, how)
+    arrived = _travel(outgoing, way, total, how)
 
     # What arrived is sorted by expert within each sender; here it is sorted by sender within each expert.
     theirs, first = sent[:, _here(how)], arrive[:, _here(how)]  # [from, expert], [from]
     by_sender = first[:, None] + jnp.cumsum(theirs, axis=1, dtype=jnp.int32) - theirs
-    by_expert = jnp.cumsum(theirs.T.reshape(-1), dtype=jnp.int32).reshape(held, num_places) - theirs.T
-    come_from = _relocated(num_rows, by_expert, theirs.T, by_sender.T)
-    gone_to = _relocated(num_rows, by_sender, theirs, by_expert.T)
+    sizes = how.completed(jnp.sum(theirs, axis=0, dtype=jnp.int32))
+    begin = jnp.cumsum(sizes, dtype=jnp.int32) - sizes
+    by_expert = begin[:, None] + jnp.cumsum(theirs.T, axis=1, dtype=jnp.int32) - theirs.T
+    come_from = _relocated(num_rows, by_expert, theirs.T, by_sender.T, total)
+    gone_to = _relocated(total, by_sender, theirs, by_expert.T, num_rows)
     rows = _take(arrived, come_from, gone_to[:, None], False)
     home = {"slots": slots, "come_from": come_from, "gone_to": gone_to}
     if ragged:
         home |= {"way": way}
-    return rows, jnp.sum(theirs, axis=0, dtype=jnp.int32), home, jnp.sum((to < num_places) & ~kept)
+    return rows, sizes, home, jnp.sum((to < num_places) & ~kept)
 
 
 def _combine_sent(rows, weights, home, how):
@@ -173,7 +189,7 @@ def _combine_sent(rows, weights, home, how):
     if way is not None:
         starts, counts, arrive = way
         way = (arrive.T, counts.T, starts.T)
-    back = _travel(arrived, way, slots.size if way else rows.shape[0], how)
+    back = _travel(arrived, way, slots.size if way else arrived.shape[0], how)
     return _weighted(back, weights, slots)
 
 
@@ -186,15 +202,15 @@ def _to_all(x, how):
     return jax.lax.all_gather(x, "expert") if how.places > 1 else x[None]
 
 
-def _relocated(num_rows, starts, sizes, targets):
-    """i32[num_rows]: where each row lies when segments [starts, starts + sizes), in ascending order, begin at `targets` instead; num_rows where there is
+def _relocated(num_rows, starts, sizes, targets, nowhere):
+    """i32[num_rows]: where each row lies when segments [starts, starts + sizes), in ascending order, begin at `targets` instead; `nowhere` where there is
     no segment."""
     starts, sizes, targets = (a.reshape(-1) for a in (starts, sizes, targets))
     index = jnp.arange(num_rows, dtype=jnp.int32)
     segment = jnp.sum(index[:, None] >= (starts + sizes)[None], axis=1, dtype=jnp.int32)
     segment = jnp.minimum(segment, starts.shape[0] - 1)
     offset = index - starts[segment]
-    return jnp.where((offset >= 0) & (offset < sizes[segment]), targets[segment] + offset, num_rows)
+    return jnp.where((offset >= 0) & (offset < sizes[segment]), targets[segment] + offset, nowhere)
 
 
 def _travel(x, way, num_rows, how):
@@ -234,11 +250,11 @@ _ragged.defvjp(
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 
-def _sorted(ids, num_groups):
-    """ids i32[A], `num_groups` for those that go nowhere -> (place i32[A] in their stable order by id, sizes i32[num_groups])."""
+def _sorted(ids, num_groups, completed=lambda sizes: sizes):
+    """ids i32[A], `num_groups` for those that go nowhere -> (place i32[A] in their stable order by id, sizes i32[num_groups], `completed`)."""
     chosen = ids[:, None] == jax.lax.broadcasted_iota(jnp.int32, (1, num_groups), 1)
     seen = jnp.cumsum(chosen.astype(jnp.int32), axis=0)  # counting sort
-    sizes = seen[-1]
+    sizes = completed(seen[-1])
     return jnp.sum(jnp.where(chosen, seen - 1 + (jnp.cumsum(sizes) - sizes)[None], 0), axis=1), sizes
 
 

@@ -18,13 +18,11 @@ import jax.numpy as jnp
 import pydantic
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec as P
 
 from jaxllm import fp8, hardware
 from jaxllm.fp8 import FP8Config
 from jaxllm.section import Section, UserError
-from jaxllm.sharding import AT_REST, AXES, IN_USE, axis_size, constrain, spec
-from jaxllm_kernels import grouped
+from jaxllm.sharding import AT_REST, IN_USE, axis_size, constrain
 
 
 class PrecisionConfig(Section):
@@ -194,76 +192,3 @@ class Linear(nnx.Module):
         if self.bias is not None:
             y = add_bias(y, self.bias.get_value(), len(self.names) - self.num_inputs, self.compute, self.reduce)
         return checkpoint_name(y, self.name)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6, 7))
-def grouped_matmul(rows, sizes, kernel, names, everywhere, compute, reduce, backend):
-    """rows [devices, R, K] sorted by expert, sizes i32[devices, experts held], kernel [experts, K, N] -> [devices, R, N] in the compute dtype.
-
-    everywhere: each device holds all experts while they are used (else those of its place on the expert axis). names, compute, reduce: as in
-    `matmul`; backend: one of `jaxllm_kernels.grouped.BACKENDS`."""
-    return _grouped_forward(rows, sizes, kernel, names, everywhere, compute, reduce, backend)[0]
-
-
-def _in_use(names, everywhere):
-    return {**IN_USE, "experts": None} if everywhere else IN_USE
-
-
-def _grouped_forward(rows, sizes, kernel, names, everywhere, compute, reduce, backend):
-    table = _in_use(names, everywhere)
-    used = checkpoint_name(gather(kernel, names, compute, table), "gathered")
-    local = lambda rows, sizes, used: grouped.forward(rows[0].astype(compute), used, sizes[0], backend=backend)[None]
-    specs = (P(AXES), P(AXES), spec(table, names))
-    y = jax.shard_map(local, in_specs=specs, out_specs=P(AXES), check_vma=False)(rows, sizes, used)
-    return y, (rows, sizes, used, jnp.zeros((0,), kernel.dtype))
-
-
-def _grouped_backward(names, everywhere, compute, reduce, backend, residuals, dy):
-    rows, sizes, used, like = residuals
-    table, at_rest = _in_use(names, everywhere), spec(AT_REST, names)
-
-    def local(rows, sizes, used, dy):
-        x, dy, sizes = rows[0].astype(compute), dy[0], sizes[0]
-        dx = grouped.forward(dy, used, sizes, backend=backend, transposed=True)
-        dw = grouped.wgrad(x, dy, sizes, used.shape[0], backend=backend).astype(reduce)
-        # Summed over the devices that used this weight, each keeping its part at rest.
-        left = set(AXES)
-        for dim, (rest, use) in enumerate(zip(at_rest, spec(table, names), strict=True)):
-            rest, use = (set([axes] if isinstance(axes, str) else axes or ()) for axes in (rest, use))
-            left -= rest
-            if scattered := [axis for axis in AXES if axis in rest - use and axis_size(axis) > 1]:
-                dw = jax.lax.psum_scatter(dw, tuple(scattered), scatter_dimension=dim, tiled=True)
-        copied = tuple(axis for axis in AXES if axis in left and axis_size(axis) > 1)
-        return dx.astype(rows.dtype)[None], jax.lax.psum(dw, copied) if copied else dw
-
-    specs = (P(AXES), P(AXES), spec(table, names), P(AXES))
-    dx, dw = jax.shard_map(local, in_specs=specs, out_specs=(P(AXES), at_rest), check_vma=False)(rows, sizes, used, dy)
-    return dx, None, dw.astype(like.dtype)
-
-
-grouped_matmul.defvjp(_grouped_forward, _grouped_backward)
-
-
-class GroupedLinear(nnx.Module):
-    """`Linear` over rows sorted by expert: GroupedLinear({"embed": 4096}, {"mlp": 14336}, experts=8, ...) holds kernel [8, 4096, 14336]."""
-
-    def __init__(
-        self,
-        inputs: dict,
-        outputs: dict,
-        precision: PrecisionConfig,
-        *,
-        experts: int,
-        name: str,
-        rngs: nnx.Rngs,
-        stddev=0.02,
-    ):
-        self.names, self.name = ("experts", *inputs, *outputs), name
-        self.compute, self.reduce = precision.compute, precision.gradient_reduce
-        shape = (experts, *inputs.values(), *outputs.values())
-        self.kernel = nnx.Param(stddev * jax.random.normal(rngs.params(), shape, precision.param), axes=self.names)
-
-    def __call__(self, rows, sizes, *, everywhere, backend):
-        """rows [devices, R, K], sizes i32[devices, experts held] -> [devices, R, N]; see `grouped_matmul`."""
-        static = (self.names, everywhere, self.compute, self.reduce, backend)
-        return checkpoint_name(grouped_matmul(rows, sizes, self.kernel.get_value(), *static), self.name)

@@ -1,6 +1,6 @@
 """Mixture of experts without a dropped token: the router and its losses, what is recorded of the experts, and how a layer's work is spread.
 
-Not here: how tokens travel to their experts and back (`exchange`), and the products (`linear.GroupedLinear`).
+Not here: how tokens travel to their experts and back (`exchange`), and the products (`grouped_linear.GroupedLinear`).
 """
 
 from typing import Literal
@@ -11,6 +11,7 @@ import pydantic
 
 from jaxllm import attention
 from jaxllm.exchange import Exchange
+from jaxllm.grouped_linear import fp8_multiple
 from jaxllm.section import Section, UserError
 from jaxllm.sharding import AXES, axis_size
 
@@ -27,7 +28,8 @@ class MoEConfig(Section):
     What does not fit is dropped: its expert adds nothing to that token. Counted in the metrics as dropped_tokens. Which these are depends on the mesh,
     the exchange and the number of microbatches. None: room for the worst case, nothing is dropped. Evaluation drops nothing in either case."""
     backend: Literal["auto", "hopper", "xla"] = "auto"
-    """What multiplies rows by their experts: our kernels for H100 and H200, in bfloat16, or XLA anywhere. "auto": the first where it fits."""
+    """What multiplies rows by their experts: our kernels for H100 and H200, in bfloat16 and FP8 (that needs JAX 0.11), or XLA anywhere. "auto": the first where
+    the GPU and precision.compute fit."""
     router: Literal["float32", "match_hf"] = "float32"
     """Precision of the router's logits. "match_hf": that of the activations, as transformers computes them; bfloat16 logits tie, and ties choose
     experts by chance. The auxiliary loss takes its probabilities in float32 in both cases."""
@@ -104,7 +106,9 @@ def report(seen, num_tokens, per_token: int):
     }
 
 
-def choose_exchange(config: MoEConfig, model, num_tokens: int, training: bool = True) -> tuple[Exchange, str]:
+def choose_exchange(
+    config: MoEConfig, model, num_tokens: int, training: bool = True, multiple: int = 1
+) -> tuple[Exchange, str]:
     """(the exchange, why) of a layer of `model` for `num_tokens` tokens, of all devices together, on the current mesh.
 
     "auto" compares what a device moves over the expert axis for one layer and step, P places and N tokens per device, in bytes: for "none" the other places'
@@ -116,7 +120,7 @@ def choose_exchange(config: MoEConfig, model, num_tokens: int, training: bool = 
             f'moe.exchange: "ragged" needs GPUs, XLA has no ragged-all-to-all for {kind!r}; "alltoall" sends the same, padded'
         )
     bound = config.buffer_factor if training else None
-    make = lambda way: Exchange(way, model.num_local_experts, bound)
+    make = lambda way: Exchange(way, model.num_local_experts, bound, multiple)
     if config.exchange != "auto":
         return make(config.exchange), "asked for"
     if places == 1:
@@ -129,11 +133,12 @@ def choose_exchange(config: MoEConfig, model, num_tokens: int, training: bool = 
     return make("allgather" if tokens <= experts else "none"), moved
 
 
-def describe(config: MoEConfig, model, num_rows: int, seq_len: int, compute: str) -> str:
+def describe(config: MoEConfig, model, num_rows: int, seq_len: int, compute: str, multiply: str = "compute") -> str:
     """One line on what the mixture of experts will do on the current mesh, for a microbatch of `num_rows` rows; UserError where it cannot be done."""
     places = attention.row_places(axis_size("sequence"), seq_len, model.sliding_window)
     how, reason = choose_exchange(config, model, num_rows * places)
-    text = f"experts: {how.num_experts} over {axis_size('expert')} places, exchange {how.way} ({reason}), products by {choose_backend(config, compute)}"
+    backend, _ = choose_backend(config, compute, multiply)
+    text = f"experts: {how.num_experts} over {axis_size('expert')} places, exchange {how.way} ({reason}), products by {backend}"
     if config.buffer_factor is None:
         return text
     if how.everywhere:
@@ -165,14 +170,16 @@ def check(config: MoEConfig, model, places: int) -> list[str]:
     return conflicts
 
 
-def choose_backend(config: MoEConfig, dtype) -> str:
-    """What multiplies rows by their experts on the current mesh's devices. UserError where what is asked for does not fit."""
+def choose_backend(config: MoEConfig, dtype, multiply: str = "compute") -> tuple[str, int]:
+    """(what multiplies rows by their experts on the current mesh's devices, of what group sizes are multiples for it). multiply: as precision.matmul.
+    UserError where what is asked for does not fit."""
     kind = attention.device_kind()
     fits = {"xla": True, "hopper": attention.is_hopper(kind) and jnp.dtype(dtype) == jnp.bfloat16}
-    if config.backend == "auto":
-        return "hopper" if fits["hopper"] else "xla"
-    if not fits[config.backend]:
+    backend = config.backend
+    if backend == "auto":
+        backend = "hopper" if fits["hopper"] else "xla"
+    if not fits[backend]:
         raise UserError(
             f'moe.backend: "hopper" needs H100 or H200 and precision.compute = "bfloat16", got {kind!r} and "{jnp.dtype(dtype).name}"; choose "auto" or "xla"'
         )
-    return config.backend
+    return backend, fp8_multiple(backend) if multiply == "float8" else 1

@@ -186,7 +186,8 @@ def report(cfg, on: str) -> dict:
         described = attention.describe(cfg.attention, cfg.model, cfg.precision.compute, cfg.data.seq_len)
         experts = None
         if cfg.model.num_local_experts:
-            experts = moe.describe(cfg.moe, cfg.model, cfg.rows_per_microbatch, cfg.data.seq_len, cfg.precision.compute)
+            shape = cfg.rows_per_microbatch, cfg.data.seq_len
+            experts = moe.describe(cfg.moe, cfg.model, *shape, cfg.precision.compute, cfg.precision.matmul)
         compiled, state, seconds, lines = compile_step(cfg, on)
         memory, program = compiled.memory_analysis(), hlo.read(compiled.as_text())
         in_kernels = kernel_flops(program.kernels, cfg)

@@ -2,6 +2,7 @@
 runs that resume, go over to FP8, or away from it."""
 
 import dataclasses
+import functools
 import json
 import re
 
@@ -11,7 +12,7 @@ import pytest
 
 from jaxllm import checkpoint, config, step, train
 from jaxllm.section import UserError
-from support import batch_on, mesh, mesh_name, tiny, worst
+from support import MIXTRAL, batch_on, mesh, tiny, worst
 
 FP8 = ("precision.matmul=float8", "precision.fp8.history_length=4", "steps=10", "optimizer.warmup_steps=0")
 RECORD = (*FP8[1:], "precision.matmul=record")
@@ -88,33 +89,40 @@ def test_layers_at_the_ends_may_stay_out_of_it():
 # --- the state --------------------------------------------------------------------------------------------------------
 
 
-MESHES = [dict(data=8), dict(sequence=8), dict(replica=2, data=2, sequence=2)]
+MESHES = {
+    "data8": ((), dict(data=8)),
+    "sequence8": ((), dict(sequence=8)),
+    "replica2-data2-sequence2": ((), dict(replica=2, data=2, sequence=2)),
+    "experts-data2-expert4": (MIXTRAL, dict(data=2, expert=4)),
+    "experts-sequence2-expert2": ((*MIXTRAL, "moe.exchange=alltoall"), dict(sequence=2, expert=2)),
+}
+on = lambda *names: pytest.mark.parametrize(("model", "sizes"), [MESHES[name] for name in names], ids=names)
 
 
-@pytest.fixture(scope="module")
-def on_one_device():
-    return {way: trained(tiny(*way)) for way in (RECORD, FP8)}
+@functools.cache
+def on_one_device(*way):
+    return trained(tiny(*way))
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=mesh_name)
-def test_what_is_recorded_does_not_depend_on_the_mesh(on_one_device, sizes):
-    state, seen = trained(tiny(*RECORD), sizes)
-    alone, before = on_one_device[RECORD]
+@on("data8", "sequence8", "replica2-data2-sequence2", "experts-sequence2-expert2")
+def test_what_is_recorded_does_not_depend_on_the_mesh(model, sizes):
+    state, seen = trained(tiny(*RECORD, *model), sizes)
+    alone, before = on_one_device(*RECORD, *model)
     assert_states_agree(state.fp8, alone.fp8, 1e-6, 1e-6)
     assert abs(seen[1]["loss"] / before[1]["loss"] - 1) < 1e-6
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=mesh_name)
-def test_scales_and_loss_in_fp8_hardly_depend_on_the_mesh(on_one_device, sizes):
+@on("data8", "sequence8", "experts-data2-expert4")
+def test_scales_and_loss_in_fp8_hardly_depend_on_the_mesh(model, sizes):
     """Rounding to FP8 is no continuous function: a number that differs in its last bit may become the next one."""
-    state, seen = trained(tiny(*FP8), sizes)
-    alone, before = on_one_device[FP8]
+    state, seen = trained(tiny(*FP8, *model), sizes)
+    alone, before = on_one_device(*FP8, *model)
     assert_states_agree(state.fp8, alone.fp8, 0.02, 0.02)
     assert abs(seen[1]["loss"] / before[1]["loss"] - 1) < 1e-3
 
 
 def assert_states_agree(ours, theirs, scale, amax):
-    assert ours.keys() == theirs.keys() and len(ours) == 21
+    assert ours.keys() == theirs.keys() and len(ours) == 21  # seven weights, three operands
     for path in ours:
         a, b = ours[path], theirs[path]
         assert np.max(np.abs(a.scale / b.scale - 1)) <= scale, path
@@ -123,21 +131,21 @@ def assert_states_agree(ours, theirs, scale, amax):
 
 
 @pytest.mark.parametrize("num_microbatches", [2, 4])
-def test_microbatches_are_joined_by_the_maximum(on_one_device, num_microbatches):
+def test_microbatches_are_joined_by_the_maximum(num_microbatches):
     cut = f"optimizer.num_microbatches={num_microbatches}"
     state, seen = trained(tiny(*RECORD, cut))
-    alone, before = on_one_device[RECORD]
+    alone, before = on_one_device(*RECORD)
     assert_states_agree(state.fp8, alone.fp8, 1e-6, 1e-6)
     # A mean over microbatches of one size. (What underflows are also gradients that are 0 but for rounding, of which no two sums have the same.)
     assert np.max(np.abs(seen[1]["fp8_saturated"] - before[1]["fp8_saturated"])) < 1e-6
     state, seen = trained(tiny(*FP8, cut))
-    alone, before = on_one_device[FP8]
+    alone, before = on_one_device(*FP8)
     assert_states_agree(state.fp8, alone.fp8, 0.02, 0.02)
     assert abs(seen[1]["loss"] / before[1]["loss"] - 1) < 1e-3
 
 
-@pytest.mark.parametrize("remat", ["none", "dots", "full", "offload"])
-def test_rematerialisation_records_nothing_twice(on_one_device, remat):
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_rematerialisation_records_nothing_twice(remat):
     """What goes forward is the same to the bit; the order in which gradients are summed may differ."""
     state, seen = trained(tiny(*FP8, f"model.remat={remat}"), steps=1)
     alone, before = trained(tiny(*FP8), steps=1)
@@ -163,9 +171,10 @@ def test_the_first_state_is_that_of_the_definition():
     assert np.array_equal(scaling.scale, np.float32(224) / amax)
 
 
-def test_recording_alone_changes_nothing_of_the_training(on_one_device):
-    plain, seen = trained(tiny(*FP8[2:]))
-    state, recorded = on_one_device[RECORD]
+@pytest.mark.parametrize("model", [(), MIXTRAL], ids=["dense", "experts"])
+def test_recording_alone_changes_nothing_of_the_training(model):
+    plain, seen = trained(tiny(*FP8[2:], *model))
+    state, recorded = on_one_device(*RECORD, *model)
     assert seen[1]["loss"] == recorded[1]["loss"] and seen[1]["grad_norm"] == recorded[1]["grad_norm"]
     for path, value in plain.params.items():
         assert np.array_equal(value, state.params[path]), path

@@ -122,6 +122,11 @@ def test_fp8_operands_give_the_scaled_products_of_their_values(kinds):
         got = grouped.forward(x, stored, sizes, transposed=transposed, x_scale=x_scale, w_scale=w_scale)
         assert got.dtype == jnp.bfloat16
         check((got,), *scaled, SIZES, names=("y",))
+        got = grouped.forward(
+            x, stored, sizes, transposed=transposed, x_scale=x_scale, w_scale=w_scale, dtype="float32"
+        )
+        assert got.dtype == jnp.float32
+        check((got,), *scaled, SIZES, names=("y",))
     got = grouped.forward(dy, w, sizes, transposed=True, x_scale=dy_scale, w_scale=w_scale)
     check((got,), *scaled, SIZES, names=("dx",))
     for transposed in (False, True):
@@ -214,6 +219,10 @@ def test_what_does_not_go_together_is_refused_by_name():
         r"group_sizes int32\[5\].*got float32\[5\]": lambda: grouped.wgrad(x, dy, sizes.astype(jnp.float32), E),
         "x_scale and w_scale, both or neither": lambda: grouped.forward(fp8(x), fp8(w), sizes, x_scale=one),
         r"w_scale float32\[5\], got float32\[\]": lambda: grouped.forward(x, w, sizes, x_scale=one, w_scale=one),
+        "a dtype of y, .*got float16 for operands in float8_e4m3fn": lambda: grouped.forward(
+            fp8(x), fp8(w), sizes, dtype="float16"
+        ),
+        "a dtype of y, .*got float32 for operands in float32": lambda: grouped.forward(x, w, sizes, dtype="float32"),
         "a backend of xla, hopper, got 'cuda'; .*anywhere": lambda: grouped.grouped_matmul(x, w, sizes, backend="cuda"),
     }.items():
         with pytest.raises(ValueError, match=message):

@@ -193,6 +193,9 @@ def test_what_fits_no_kernel_is_refused_by_name():
         "R a multiple of 128 for fp8, got 200; complete every group": lambda: hopper.wgrad(
             fp8(x[:200].T), fp8(dy[:200].T), sizes, 2, transposed=True
         ),
+        'y in bfloat16, got float32; .*"xla"': lambda: hopper.forward(
+            fp8(x), fp8(w), sizes, transposed=True, dtype=jnp.float32
+        ),
         "in bfloat16, got transposed = True": lambda: hopper.wgrad(x.T, dy.T, sizes, 2, transposed=True),
     }
     if jax.version.__version_info__ < (0, 11):

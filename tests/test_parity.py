@@ -15,8 +15,8 @@ from support import batch_on, error, mesh, rows, tiny
 
 @pytest.mark.parametrize("case", parity.pairs(), ids=lambda case: "-".join(str(value) for value in case.values()))
 def test_loss_and_gradients_are_those_of_one_device(case):
-    loss, gradient, path = parity.errors(case)
-    assert loss <= parity.LOSS and gradient <= parity.GRADIENT, (loss, gradient, path)
+    found, path = parity.errors(case | {"matmul": "compute"})
+    assert parity.fits(found, "compute"), (found, path)
 
 
 @pytest.mark.parametrize(
@@ -69,4 +69,4 @@ def test_positions_in_the_wrong_order_are_noticed():
         gradients = jax.jit(lambda batch: step.gradients(graphdef, state.params, batch, cfg)[0])
         got, want = gradients(dataclasses.replace(right, positions=unmoved)), gradients(right)
     path = "layers/self_attn/q_proj/kernel"
-    assert error(got[path], want[path]) > 100 * parity.GRADIENT
+    assert error(got[path], want[path]) > 100 * parity.ALLOWED["compute"][1]

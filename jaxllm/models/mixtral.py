@@ -10,8 +10,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxllm.exchange import combine, dispatch
+from jaxllm.grouped_linear import GroupedLinear
 from jaxllm.layers import Attention, RMSNorm, product, swiglu
-from jaxllm.linear import GroupedLinear, matmul
+from jaxllm.linear import matmul
 from jaxllm.models import llama
 from jaxllm.models.decoder import HfWeight, ModelConfig
 from jaxllm.moe import MoEConfig, choose_backend, choose_exchange, jitter, route, statistics
@@ -37,7 +38,9 @@ class SparseMoE(nnx.Module):
         """x [B, T, E], real bool[B, T] -> ([B, T, E], what is recorded: `moe.statistics`, and how many assignments were dropped).
 
         noise: see `moe.jitter`; None in evaluation, where nothing is dropped either."""
-        how, _ = choose_exchange(self.moe, self.config, real.size, training=noise is not None)
+        # As the layer is told to multiply, which may be otherwise than in the others.
+        backend, multiple = choose_backend(self.moe, self.precision.compute, self.gate_proj.multiply)
+        how, _ = choose_exchange(self.moe, self.config, real.size, training=noise is not None, multiple=multiple)
         with jax.named_scope("router"):
             if noise is not None:
                 x = jitter(x, noise, self.config.router_jitter_noise)
@@ -49,7 +52,7 @@ class SparseMoE(nnx.Module):
             seen = statistics(logits, ids, real)
         with jax.named_scope("experts"):
             rows, sizes, home, dropped = dispatch(x, ids, real, how)
-            options = dict(everywhere=how.everywhere, backend=choose_backend(self.moe, x.dtype))
+            options = dict(everywhere=how.everywhere, backend=backend)
             multiply = lambda linear, x: product(linear, x, self.config.keeps_products, sizes, **options)
             gate, up = multiply(self.gate_proj, rows), multiply(self.up_proj, rows)
             y = multiply(self.down_proj, checkpoint_name(swiglu(gate, up), "gated"))

@@ -3,9 +3,10 @@
 `forward` and `wgrad` are its pieces, for callers that put their own custom_vjp around them (weights gathered over devices, gradients reduced in
 float32, operands quantised to fp8). Inside a shard_map they need check_vma=False. A backend is a module with these two functions, for one device:
 
-    forward(x, w, group_sizes, *, transposed, x_scale, w_scale) -> y;  wgrad(x, dy, group_sizes, num_groups, *, transposed, x_scale, dy_scale) -> dw
+    forward(x, w, group_sizes, *, transposed, x_scale, w_scale, dtype) -> y
+    wgrad(x, dy, group_sizes, num_groups, *, transposed, x_scale, dy_scale) -> dw
 
-    TILE: K and N must be multiples of it.
+    TILE: K and N must be multiples of it. FP8_ROWS: in fp8 all group sizes must be; where it is more than 1, fp8 is taken transposed only.
 
 Not here: routing, sorting, exchange between devices (all that comes before and after the products), and biases.
 """
@@ -70,26 +71,31 @@ def _grouped_backward(backend, residuals, dy):
 _grouped.defvjp(_grouped_forward, _grouped_backward)
 
 
-def forward(x, w, group_sizes, *, backend="xla", transposed=False, x_scale=None, w_scale=None):
+def forward(x, w, group_sizes, *, backend="xla", transposed=False, x_scale=None, w_scale=None, dtype=None):
     """y[r] = x[r] @ w[e(r)] * x_scale * w_scale[e(r)], not differentiable.
 
     x: [R, K]; w: [E, K, N], or [E, N, K] with transposed, y[r] = x[r] @ w[e(r)]^T: with N and K exchanged that is the gradient of x from that of y.
     dtypes: bfloat16, float32 or float64, one for both; or any two of FP8. `hopper` takes fp8 transposed only: K is the last dim of both operands, so the
     forward product wants w stored as [E, N, K] and the gradient of x wants it as [E, K, N]. Scales: f32[] and f32[E], both or neither.
-    Returns y [R, N] in x's dtype, in bfloat16 for fp8; rows at or behind sum(group_sizes) are exactly 0, whatever stands in x, NaN included.
+    dtype: what sums of fp8 are rounded to, bfloat16 (None too) or float32; `hopper` has bfloat16 only.
+    Returns y [R, N] in x's dtype, in `dtype` for fp8; rows at or behind sum(group_sizes) are exactly 0, whatever stands in x, NaN included.
     """
     contracted = 2 if transposed else 1
     if x.ndim != 2 or w.ndim != 3 or not w.shape[0] or x.shape[1] != w.shape[contracted]:
         dims = "[E, N, K]" if transposed else "[E, K, N]"
         _refuse(f"x [R, K] and w {dims} of at least one group", f"{x.shape} and {w.shape}", "give both the same K")
     _check(x, w, group_sizes, w.shape[0], {"x_scale": (x_scale, ()), "w_scale": (w_scale, (w.shape[0],))})
-    N = w.shape[3 - contracted]
+    N, fp8 = w.shape[3 - contracted], x.dtype.name in FP8
+    if dtype is not None and (not fp8 or jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32)):
+        got = f"{jnp.dtype(dtype)} for operands in {x.dtype}"
+        _refuse("a dtype of y, bfloat16 or float32, for fp8 alone", got, "others give x's dtype")
+    dtype = jnp.dtype(jnp.bfloat16 if dtype is None else dtype) if fp8 else x.dtype
     if not x.shape[0]:
-        return jnp.zeros((0, N), jnp.bfloat16 if x.dtype.name in FP8 else x.dtype)
+        return jnp.zeros((0, N), dtype)
     tile = load_backend(backend).TILE
     x, w = _completed(x, tile, 1), _completed(w, tile, 1, 2)
-    y = load_backend(backend).forward(x, w, group_sizes, transposed=transposed, x_scale=x_scale, w_scale=w_scale)
-    return y[:, :N]
+    options = dict(transposed=transposed, x_scale=x_scale, w_scale=w_scale, dtype=dtype)
+    return load_backend(backend).forward(x, w, group_sizes, **options)[:, :N]
 
 
 def wgrad(x, dy, group_sizes, num_groups, *, backend="xla", transposed=False, x_scale=None, dy_scale=None):

@@ -26,7 +26,7 @@ PLANS = {
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
 
 
-def forward(x, w, group_sizes, *, transposed=False, x_scale=None, w_scale=None, interpret=False):
+def forward(x, w, group_sizes, *, transposed=False, x_scale=None, w_scale=None, dtype=jnp.bfloat16, interpret=False):
     """y[r] = x[r] @ w[e(r)], or x[r] @ w[e(r)]^T, bfloat16 [R, N]; see `grouped.forward`.
 
     x: [R, K], w: [E, K, N], or [E, N, K] with transposed, both bfloat16; or both fp8 with transposed. K and N: multiples of TILE. interpret: run in
@@ -35,6 +35,8 @@ def forward(x, w, group_sizes, *, transposed=False, x_scale=None, w_scale=None, 
     """
     (R, K), N = x.shape, w.shape[1 if transposed else 2]
     plan = _plan(x, w, K, N, R, transposed, "w [E, N, K]")
+    if dtype != jnp.bfloat16:
+        _refuse("y in bfloat16", jnp.dtype(dtype), 'compute in bfloat16, or use the backend "xla"')
     work = kernels.visits(group_sizes, R, plan.block)
     scale = jnp.ones(group_sizes.shape, jnp.float32) if x_scale is None else x_scale * w_scale
     return kernels.forward(x, w, work, scale, plan=plan, transposed=transposed, mosaic=Mosaic(interpret))
