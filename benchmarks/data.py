@@ -155,6 +155,7 @@ def write_chats(path, prompts):
 
 
 def main():
+    from benchmarks.attention import append
     from benchmarks.train_step import cpu_name
 
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
@@ -205,8 +206,7 @@ def main():
         write_texts(files["large"], options.size * 10**9)
         result["large_file_gb"] = options.size
         result["large_file"] = ours("large", "text", 0, "data.repeat=false", cut=CUT)
-    with pathlib.Path(options.output).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(result) + "\n")
+    append(options.output, [result])
     print(json.dumps(result, indent=1))
 
 

@@ -541,8 +541,10 @@ def grouped_kernels(name, transposed=False):
     from jaxllm_kernels import grouped
 
     module, one = grouped.load_backend(name), jnp.float32(1)
-    product = functools.partial(module.forward, dtype=jnp.bfloat16)
     with_scale = lambda *names: dict.fromkeys(names, one) | {"transposed": True} if transposed else {}
+
+    def product(x, w, n, **options):
+        return module.forward(x, w, n, dtype=jnp.bfloat16 if x.dtype.itemsize == 1 else x.dtype, **options)
 
     def forward(x, w, n):
         options = with_scale("x_scale")

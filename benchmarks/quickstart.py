@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 
+from benchmarks.attention import append
 from benchmarks.train_step import cpu_name
 
 
@@ -51,8 +52,7 @@ def main():
         "last_over_log_vocabulary": round(losses[max(losses)] / math.log(4096), 3),
         "jax": __import__("jax").__version__,
     }
-    with pathlib.Path(options.output).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(result) + "\n")
+    append(options.output, [result])
     print(json.dumps(result))
 
 

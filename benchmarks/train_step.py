@@ -141,11 +141,15 @@ def cpu_name():
     return names[0] if names else platform.machine()
 
 
-def start(role, folder):
+def start(benchmark, role, *arguments):
+    """(the process `python -m BENCHMARK --worker ROLE ARGUMENTS`, the facts in its first line). RuntimeError if it ends without one."""
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "benchmarks.train_step", "--worker", role, "--folder", folder]
+    command = [sys.executable, "-m", benchmark, "--worker", role, *arguments]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-    return process, json.loads(process.stdout.readline())
+    if not (facts := process.stdout.readline()):
+        process.communicate()
+        raise RuntimeError(f"the process of {role} ended before it began, with what it said above")
+    return process, json.loads(facts)
 
 
 def ask(process, steps):
@@ -168,13 +172,15 @@ def main():
     import torch
     import transformers
 
+    from benchmarks.attention import append  # here, for workers count their memory
+
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         config = transformers.LlamaConfig(
             **SHAPE, num_hidden_layers=LAYERS, tie_word_embeddings=True, max_position_embeddings=2048
         )
         transformers.LlamaForCausalLM(config).save_pretrained(folder)
-        workers = {role: start(role, folder) for role in ("jaxllm", "torch")}
+        workers = {role: start("benchmarks.train_step", role, "--folder", folder) for role in ("jaxllm", "torch")}
         rounds = {role: [] for role in workers}
         for turn in range(options.rounds + 1):  # the first warms up
             for role, (process, _) in workers.items():
@@ -210,10 +216,7 @@ def main():
         **workers["torch"][1],
         "jax": __import__("jax").__version__,
     }
-    output = pathlib.Path(options.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with output.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(result) + "\n")
+    append(options.output, [result])
     print(json.dumps(result, indent=1))
 
 

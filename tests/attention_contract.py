@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxllm_kernels import load_backend, ring
-from support import error
+from support import error, no_races
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 FLOAT32 = 2e-6  # relative error of float32 sums
@@ -208,18 +208,6 @@ def check(got, given, scale=None):
 # --- backends on a CPU -----------------------------------------------------------------------------------------------
 
 
-def _without_races(call):
-    """`call` in Mosaic's interpreter; it records a race, and goes on."""
-    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-
-    def run(*args, **options):
-        result = jax.block_until_ready(call(*args, **options))
-        assert not interpret_pallas_call.get_races().races_found
-        return result
-
-    return run
-
-
 @functools.cache
 def compiled(name):
     """ "xla", or "hopper" in Mosaic's interpreter with its race detector (from JAX 0.11): functions that are compiled once for a shape.
@@ -233,6 +221,7 @@ def compiled(name):
         if hasattr(module, part)
     }
     if name == "hopper":
-        functions = {part: _without_races(function) for part, function in functions.items()}
+        checked = lambda function: lambda *args, **options: no_races(function(*args, **options))
+        functions = {part: checked(function) for part, function in functions.items()}
     kept = ("empty", "finish", "TILE", "HEAD_DIMS", "PAIRED")
     return types.SimpleNamespace(**functions, **{part: getattr(module, part) for part in kept if hasattr(module, part)})

@@ -1,5 +1,6 @@
 """Test switches, set before jax is imported: eight emulated CPU devices, a compilation cache shared by all runs, strict dtypes and ranks."""
 
+import functools
 import os
 import pathlib
 import tempfile
@@ -24,3 +25,14 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 @pytest.fixture
 def rng():
     return np.random.default_rng(0)
+
+
+@pytest.fixture(scope="module")
+def remembered_shuffles():
+    """grain takes a millisecond to find where one of a few documents comes in the order, and tests ask for the same ones again and again. That
+    processes without this agree on the order is shown in test_resume.py."""
+    from grain._src.python.experimental.index_shuffle.python import index_shuffle_module as grains
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grains, "index_shuffle", functools.lru_cache(2**20)(grains.index_shuffle))
+        yield

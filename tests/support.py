@@ -22,6 +22,10 @@ TINY = (
     "model.num_attention_heads=4", "model.num_key_value_heads=2", "model.max_position_embeddings=256", "precision.compute=float32",
     "data.seq_len=64", "data.global_batch_size=8", "loss.chunk_size=128",
 )  # fmt: skip
+MIXTRAL = (  # what makes of it a Mixtral of four experts
+    "model.family=mixtral", "model.num_local_experts=4", "model.num_experts_per_tok=2", "model.router_aux_loss_coef=0.02",
+    "model.router_jitter_noise=0",
+)  # fmt: skip
 
 
 def tiny(*overrides):
@@ -101,6 +105,15 @@ def native_stderr():
             jax.config.update("jax_enable_compilation_cache", True)
             file.seek(0)
             lines += file.read().splitlines()
+
+
+def no_races(result):
+    """`result` of a call in Mosaic's interpreter, once that has ended; the interpreter records a race, and goes on."""
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    result = jax.block_until_ready(result)
+    assert not interpret_pallas_call.get_races().races_found
+    return result
 
 
 @contextlib.contextmanager

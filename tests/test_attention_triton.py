@@ -134,16 +134,15 @@ def three_gradients(q, k, v, do, lse, delta, k_start, k_end):
 @needs("triton", "jax_triton", "jax_cuda13_plugin")
 @pytest.mark.version
 def test_sums_stay_in_their_memory_when_compiled_into_one_program():
-    from jaxllm import plan
+    from h100.compiled import compiled_on, h100s
 
     arrays, of_out, intervals = abstract(64, T=256, S=256, H=2, K=1)
-    mesh = jax.sharding.Mesh(plan.devices("h100:1"), ("data",))
     for function, args, launches in (
         (three_folds, arrays + intervals, 3),
         (three_gradients, arrays + of_out + intervals, 6),
     ):
-        with jax.set_mesh(mesh), plan.uncached(), backend.compile_for(90):
-            text = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).compile().as_text()
+        with backend.compile_for(90):
+            text = compiled_on(h100s(), function, *args).as_text()
         entry = text[text.index("ENTRY") :].splitlines()
         calls = [line for line in entry if 'custom_call_target="triton_kernel_call"' in line]
         copies = [

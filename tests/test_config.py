@@ -1,6 +1,7 @@
 """Config files, overrides, messages, provenance, round trips and what may change at a resume."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -13,7 +14,9 @@ import pytest
 from jaxllm import config as config_module
 from jaxllm.config import Config, check, describe, differences, dump, json_schema, load_config, resolve_model_path
 from jaxllm.data import DataConfig
+from jaxllm.plan import parse_devices
 from jaxllm.section import UserError
+from support import MIXTRAL, ROOT
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256, "hidden_size": 64,
@@ -420,6 +423,21 @@ def test_schema_knows_every_field_with_its_description_and_accepts_extends():
     assert json.loads(printed.stdout)["properties"].keys() == schema["properties"].keys()
 
 
+# --- those that ship
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.toml")), ids=lambda file: file.stem)
+def test_every_config_that_ships_fits_the_devices_of_its_header(file):
+    header = file.read_text(encoding="utf-8").partition("\n\n")[0]
+    config, on = load_config(file), re.search(r"--on (\S+)", header)
+    devices = math.prod(parse_devices(on[1])[1:]) if on else 1  # the quickstart goes anywhere
+    if on:
+        nodes, gpus = re.search(r"Hardware: (?:(\d+) nodes of )?(\d+) x H100", header).groups(default=1)
+        assert int(nodes) * int(gpus) == devices
+    check(config, devices)
+    assert f"configs/{file.name}" in header and config.output_dir == f"runs/{file.stem}"
+
+
 # --- resuming
 
 
@@ -470,18 +488,14 @@ def test_a_new_learning_rate_or_schedule_at_a_resume_is_allowed_and_shown_first(
 
 
 def test_what_decides_which_tokens_are_dropped_is_shown_first_at_a_resume():
-    mixtral = (
-        "model.family=mixtral", "model.num_local_experts=8", "model.num_experts_per_tok=2", "model.router_aux_loss_coef=0",
-        "model.router_jitter_noise=0",
-    )  # fmt: skip
     moved = ("output_dir=x", "mesh.data=4", "moe.exchange=allgather", "optimizer.num_microbatches=2")
-    unbound, bound = load_config(None, *mixtral), load_config(None, *mixtral, "moe.buffer_factor=1")
-    refused, shown = differences(bound, load_config(None, *mixtral, *moved, "moe.buffer_factor=2"))
+    unbound, bound = load_config(None, *MIXTRAL), load_config(None, *MIXTRAL, "moe.buffer_factor=1")
+    refused, shown = differences(bound, load_config(None, *MIXTRAL, *moved, "moe.buffer_factor=2"))
     assert refused == [] and shown[-1].startswith("output_dir: ")
     assert {line.split(":")[0] for line in shown if "other tokens are dropped" in line} == {
         "mesh.data", "moe.exchange", "optimizer.num_microbatches", "moe.buffer_factor",
     }  # fmt: skip
-    refused, shown = differences(unbound, load_config(None, *mixtral, *moved))
+    refused, shown = differences(unbound, load_config(None, *MIXTRAL, *moved))
     assert refused == [] and not any("dropped" in line for line in shown)
     assert [line.split(":")[0] for line in differences(unbound, bound)[0]] == ["moe.buffer_factor"]
 

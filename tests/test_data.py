@@ -35,6 +35,7 @@ from support import finish, together
 
 ROOT = pathlib.Path(__file__).parents[1]
 few = settings(max_examples=25, deadline=None)
+pytestmark = pytest.mark.usefixtures("remembered_shuffles")
 
 
 # -------------------------------------------------------------------------------------------------------------- packing

@@ -168,14 +168,6 @@ def test_nothing_is_scattered_and_products_leave_the_tensor_cores_in_float32():
     assert set(re.findall(r"dot_general .*-> tensor<[0-9x]*(\w+)>", text)) == {"f32"}
 
 
-def test_products_of_float32_ask_for_float32():
-    """Read from the program, for only a GPU rounds to TF32 what does not ask."""
-    for dtype in (np.float32, ml_dtypes.bfloat16):
-        text = jax.jit(outcome).lower(*inputs(dtype), as_sizes(SIZES)).as_text()
-        products = [line for line in text.splitlines() if "dot_general" in line]
-        assert products and all(("HIGHEST" in line) == (dtype == np.float32) for line in products)
-
-
 def test_inside_a_shard_map_each_device_has_its_own_groups():
     mesh = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
     x, w, dy = (np.stack([a, a[::-1]]) for a in inputs())

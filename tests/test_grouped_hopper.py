@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jaxllm_kernels import grouped_hopper as hopper
 from jaxllm_kernels import grouped_hopper_kernels as kernels
 from jaxllm_kernels.grouped_hopper_kernels import Plan
-from support import error
+from support import error, no_races
 
 pytestmark = pytest.mark.version
 interpreted = pytest.mark.skipif(
@@ -39,14 +39,6 @@ def small_plans(monkeypatch):
     monkeypatch.setattr(kernels, "BLOCKS", 4)  # several items each
 
 
-def no_races(result):
-    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-
-    result = np.asarray(result)  # the kernel has ended
-    assert not interpret_pallas_call.get_races().races_found  # the interpreter records a race, and goes on
-    return result.astype(np.float64)
-
-
 def inputs(R, K, N, E, dtype=BFLOAT16, gradient=None):
     """x, w, dy."""
     rng = np.random.default_rng(0)
@@ -66,6 +58,7 @@ def oracle(x, w, dy, sizes):
 
 def check(got, want, sizes, name):
     """To within twice the error of rounding y and dx to bfloat16, and float32's in sums; exactly 0 behind the groups and without rows."""
+    got = np.asarray(got, np.float64)
     assert not (got[np.array(sizes) == 0] if name == "dw" else got[sum(sizes) :]).any(), name
     rounding = 0 if name == "dw" else error(want.astype(BFLOAT16), want)
     assert error(got, want) <= 2 * rounding + 2.0**-20, name

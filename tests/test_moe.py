@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import support
 from jaxllm import config, exchange, hf, moe, step
 from jaxllm import state as states
 from jaxllm.data.batch import to_device
@@ -27,8 +28,7 @@ MESHES = [
     dict(replica=2, data=2),
 ]
 MIXTRAL = (
-    "model.family=mixtral", "model.num_local_experts=8", "model.num_experts_per_tok=2", "model.router_aux_loss_coef=0.05",
-    "model.router_jitter_noise=0", "model.initializer_range=0.1", "moe.z_loss=0.01",
+    *support.MIXTRAL, "model.num_local_experts=8", "model.router_aux_loss_coef=0.05", "model.initializer_range=0.1", "moe.z_loss=0.01",
 )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from jaxllm.config import load_config
 from jaxllm.data import DataConfig, EvaluationConfig, cache, summary
 from jaxllm.data import __main__ as command
+from jaxllm.data import pipeline as pipelines
 from jaxllm.data import workshop as workshops
 from jaxllm.data.batch import Training, evaluation_sets, make_batches, to_device
 from jaxllm.data.cache import build, find, key_of
@@ -38,6 +39,7 @@ from jaxllm.section import UserError
 from support import ROOT, TINY, finish, mesh, tiny, together
 
 few = settings(max_examples=40, deadline=None)
+pytestmark = pytest.mark.usefixtures("remembered_shuffles")
 
 
 class Numbered:
@@ -237,10 +239,12 @@ def test_sources_are_drawn_by_their_weights_in_every_stretch_and_every_lane(mixt
 @given(mixtures, st.booleans())
 def test_each_source_keeps_its_own_epochs_and_order_and_any_place_is_computed_directly(mixture, shuffle):
     weights, counts = [float(w) for w, _ in mixture], [count for _, count in mixture]
-    (order, _), begins = mixed(weights, counts, shuffle=shuffle)
-    numbers = [order[place] for place in range(1300)]
-    again = mixed(weights, counts, shuffle=shuffle)[0][0]
-    assert [again[place] for place in (1299, 17, 1024, 1023, 0)] == [numbers[p] for p in (1299, 17, 1024, 1023, 0)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipelines, "MIX_BLOCK", 256)  # several blocks of fewer places
+        (order, _), begins = mixed(weights, counts, shuffle=shuffle)
+        numbers = [order[place] for place in range(520)]
+        again = mixed(weights, counts, shuffle=shuffle)[0][0]
+        assert [again[place] for place in (519, 17, 256, 255, 0)] == [numbers[p] for p in (519, 17, 256, 255, 0)]
     for source, count in enumerate(counts):
         mine = [n - begins[source] for n in numbers if begins[source] <= n < begins[source + 1]]
         for epoch in range(len(mine) // count):

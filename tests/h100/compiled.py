@@ -1,29 +1,62 @@
-"""What the tests of kernels for H100s that are not here share: compiling for them, and reading what the assembler said of every kernel."""
+"""What the tests for H100s that are not here share: compiling for them, what a program needs, and what the assembler said of every kernel.
+
+A whole step is compiled by `plan.compile_step`.
+"""
 
 import importlib.util
+import math
 import re
 
 import jax
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxllm import plan
+from jaxllm import plan, sharding
 
 MARKS = [
     pytest.mark.h100,
     pytest.mark.version,
     pytest.mark.skipif(not importlib.util.find_spec("jax_cuda13_plugin"), reason="needs the extra `plan`"),
 ]
+GIB = 2**30
 SMEM_LIMIT = 232448  # bytes that one block may have on compute capability 9.0
 
 
-def compiled_for_h100(function, *shapes, devices=1, donated=()):
-    """`function` of arrays (shape, dtype), compiled for H100s that split the first dim; `donated`: the places of those that it may overwrite."""
-    mesh = Mesh(plan.devices(f"h100:{devices}"), ("x",))
-    arguments = [jax.ShapeDtypeStruct(*x, sharding=NamedSharding(mesh, P("x"))) for x in shapes]
+def h100s(**sizes):
+    """A mesh of H100s that are not here, with these axes."""
+    return sharding.make_mesh(sharding.MeshConfig(**sizes), plan.devices(f"h100:{math.prod(sizes.values())}"))
+
+
+def abstract(mesh, shape, dtype, *axes):
+    """An array of the mesh without values: its dims split over `axes` as in a PartitionSpec."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
+
+
+def compiled_on(mesh, function, *arguments, donated=()):
+    """`function` of abstract arrays compiled for the GPUs of `mesh`, with the options of a plan; `donated`: the places of those that it may overwrite."""
     with jax.set_mesh(mesh), plan.uncached(), plan.compiler_output():
-        return jax.jit(function, donate_argnums=donated).trace(*arguments).lower(lowering_platforms=("cuda",)).compile()
+        traced = jax.jit(function, donate_argnums=donated).trace(*arguments)
+        return traced.lower(lowering_platforms=("cuda",)).compile(plan.OPTIONS)
+
+
+def compiled_for_h100(function, *shapes, devices=1, donated=()):
+    """The same of arrays (shape, dtype), whose first dim the devices split."""
+    mesh = h100s(data=devices)
+    return compiled_on(mesh, function, *(abstract(mesh, *x, "data") for x in shapes), donated=donated)
+
+
+def need(compiled):
+    """GiB that a program takes on each device while it runs."""
+    memory = compiled.memory_analysis()
+    size = lambda part: getattr(memory, f"{part}_size_in_bytes") / GIB
+    return size("argument") + size("temp") + size("output") - size("alias")
+
+
+def at_rest(tree):
+    """GiB of a tree of abstract arrays on each device."""
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves) / GIB
 
 
 def dump_kernels(folder, monkeypatch):

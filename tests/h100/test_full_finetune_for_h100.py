@@ -1,29 +1,13 @@
 """Full fine-tuning of Mixtral 8x7B on 8 H100s that are not here, at most 60 GiB on each, in three ways. Compiled, not measured."""
 
-import math
-import pathlib
-
 import jax
 import pytest
 
-from h100.compiled import MARKS
+from h100.compiled import GIB, MARKS, at_rest, need
 from jaxllm import config, hlo, plan
-from support import tiny
+from support import ROOT, tiny
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 pytestmark = MARKS
-GIB = 2**30
-
-
-def at_rest(tree):
-    leaves = jax.tree.leaves(tree)
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves) / GIB
-
-
-def need(compiled):
-    memory = compiled.memory_analysis()
-    size = lambda part: getattr(memory, f"{part}_size_in_bytes") / GIB
-    return size("argument") + size("temp") + size("output") - size("alias")
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_gradients_inside_a_shard_map_compile_for_two_devices(backend):
         loss = lambda x, w: jnp.sum(grouped.grouped_matmul(x, w, sizes, backend=backend).astype(jnp.float32) ** 2)
         return jax.grad(loss, (0, 1))(x, w)
 
-    both = jax.shard_map(local, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    both = jax.shard_map(local, in_specs=P("data"), out_specs=P("data"), check_vma=False)
     shapes = ((2 * R, 200), jnp.bfloat16), ((2 * E, 200, 120), jnp.float32), ((2 * E,), jnp.int32)
     text = compiled_for_h100(both, *shapes, devices=2).as_text()
     assert not re.search("all-(gather|reduce|to-all)", text)

@@ -1,18 +1,16 @@
 """Mixtral 8x7B compiled for H100s that are not here: memory, collectives, kernels. Compiled, not measured."""
 
-import pathlib
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from h100.compiled import MARKS
+from h100.compiled import MARKS, abstract, compiled_on, h100s
 from jaxllm import config, exchange, plan, sharding
+from jaxllm.section import UserError
+from support import ROOT
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 pytestmark = MARKS
 
 
@@ -64,21 +62,15 @@ def test_weights_of_experts_are_gathered_between_nodes_and_tokens_inside_them(on
 )
 def test_tokens_that_are_sent_travel_in_bounded_rows_there_and_back_in_both_directions(way, factor, rows):
     """Dispatch and combine alone, 8 places with 256 tokens and top 2. XLA:CPU has no ragged-all-to-all: nothing else compiles the real one."""
-    how, mesh = (
-        exchange.Exchange(way, 8, factor),
-        sharding.make_mesh(sharding.MeshConfig(expert=8), plan.devices("h100:8")),
-    )
+    how, mesh = exchange.Exchange(way, 8, factor), h100s(expert=8)
     shapes = ((8, 256, 512), jnp.bfloat16), ((8, 256, 2), jnp.float32), ((8, 256, 2), jnp.int32), ((8, 256), jnp.bool_)
-    placed = NamedSharding(mesh, P(sharding.BATCH))
-    arguments = [jax.ShapeDtypeStruct(*shape, sharding=placed) for shape in shapes]
+    arguments = [abstract(mesh, *shape, sharding.BATCH) for shape in shapes]
 
     def there_and_back(x, weights, ids, real):
         out, _, home, _ = exchange.dispatch(x, ids, real, how)
         return jnp.sum(exchange.combine(out * out, weights, home, how, jnp.bfloat16).astype(jnp.float32) ** 2)
 
-    with jax.set_mesh(mesh), plan.uncached(), plan.compiler_output():
-        lowered = jax.jit(jax.grad(there_and_back, (0, 1))).trace(*arguments).lower(lowering_platforms=("cuda",))
-        text = lowered.compile().as_text()
+    text = compiled_on(mesh, jax.grad(there_and_back, (0, 1)), *arguments).as_text()
     kind = {"ragged": "ragged-all-to-all", "alltoall": "all-to-all"}[way]
     found = re.findall(rf"bf16\[(?:8,)?(\d+),512\][^=\n]* {kind}(?:-start)?\(", text)
     assert sorted(map(int, found)) == rows
@@ -92,3 +84,29 @@ def test_kernels_whose_results_are_kept_run_once():
     )  # fmt: skip
     on_8 = plan.report(config.load_config(ROOT / "configs" / "mixtral_8x7b.toml", *small), "h100:8")
     assert on_8["custom_calls"]["mosaic_gpu_v2"] == 2 * (3 + 3 + 6)
+
+
+FP8 = "precision.matmul=float8"
+MIXED = jax.version.__version_info__ >= (0, 11)  # JAX that multiplies float8_e5m2 by float8_e4m3fn in its kernels
+
+
+@pytest.mark.skipif(not MIXED, reason="needs JAX 0.11")
+def test_in_fp8_experts_multiply_in_it_throughout_and_half_the_bytes_of_weights_are_gathered(on_16):
+    facts = plan.report(config.load_config(ROOT / "configs" / "mixtral_8x7b.toml", FP8), "h100:2x8")
+    assert facts["fp8_share"] >= 0.99 and on_16["fp8_share"] == 0
+    for counted in ("kernel_flops_per_step_per_device", "flops_per_step_per_device"):
+        assert facts[counted] == on_16[counted]
+    assert facts["memory_gib"]["temporaries"] <= 1.1 * on_16["memory_gib"]["temporaries"]
+    size = lambda report, dtype: sum(
+        c["bytes"] * c["times"] for c in report["collectives"] if c["kind"] == "all-gather" and c["dtype"] == dtype
+    )
+    moved = size(on_16, "bf16") - size(facts, "bf16")  # what remains are lm_head, the router and tokens
+    assert size(facts, "f8e4m3fn") == pytest.approx(moved / 2, rel=0.01) and moved > 24 * 2**30
+    assert not [line for line in facts["warnings"] if "copied whole" in line]
+
+
+@pytest.mark.skipif(MIXED, reason="this JAX can")
+def test_experts_in_fp8_on_hopper_are_refused_by_name_where_jax_cannot():
+    message = r'precision.matmul: "float8" for experts needs JAX 0.11 .* set moe.backend = "xla"'
+    with pytest.raises(UserError, match=message):
+        plan.report(config.load_config(ROOT / "configs" / "mixtral_8x7b.toml", FP8), "h100:2x8")

@@ -1,21 +1,17 @@
 """Context parallelism compiled for H100s that are not here: the ring's schedule, its memory, and the long targets. Compiled, not measured."""
 
-import pathlib
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from h100.compiled import MARKS
+from h100.compiled import GIB, MARKS, abstract, compiled_on, h100s, need
 from jaxllm import config, hlo, plan, sharding
 from jaxllm.attention import AttentionConfig, attention, calls_per_pass, describe
+from support import ROOT
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 pytestmark = [mark for mark in MARKS if mark.name != "version"]  # on both versions only what says so
-GIB = 2**30
 
 
 def load(*overrides, name="llama3_8b_128k"):
@@ -24,16 +20,14 @@ def load(*overrides, name="llama3_8b_128k"):
 
 @pytest.fixture(scope="module")
 def step_128k():
-    """(text of the compiled step, memory needed in GiB) of Llama-3.1-8B at 131,072 tokens on 8 H100s."""
+    """(the compiled step, its text, lines that the compiler printed) of Llama-3.1-8B at 131,072 tokens on 8 H100s."""
     compiled, _, _, lines = plan.compile_step(load(), "h100:8")
-    m = compiled.memory_analysis()
-    need = (m.argument_size_in_bytes + m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes) / GIB
-    return compiled.as_text(), need, lines
+    return compiled, compiled.as_text(), lines
 
 
 @pytest.mark.version
 def test_every_hop_of_the_ring_hides_behind_a_kernel_and_nothing_is_copied(step_128k):
-    text, _, lines = step_128k
+    _, text, lines = step_128k
     rings = hlo.schedules(text, "collective-permute")
     assert sorted(ring.hops for ring in rings) == [7, 15], "forward: keys; backward: keys, gradients, the way home"
     for ring in rings:
@@ -47,9 +41,9 @@ def test_every_hop_of_the_ring_hides_behind_a_kernel_and_nothing_is_copied(step_
 
 @pytest.mark.version
 def test_at_131072_tokens_nothing_but_weights_is_gathered_and_32_gib_are_enough(step_128k):
-    text, need, _ = step_128k
+    compiled, text, _ = step_128k
     program = hlo.read(text)
-    assert need <= 32
+    assert need(compiled) <= 32
     large = [c for c in program.collectives if c.bytes > 2**20]
     assert all(c.asynchronous for c in large)
     gathered = sum(c.bytes * c.times for c in large if c.kind == "all-gather")
@@ -63,7 +57,7 @@ def test_at_131072_tokens_nothing_but_weights_is_gathered_and_32_gib_are_enough(
     tokens = cfg.data.seq_len
     attention = tokens * (cfg.model.flops_per_token(tokens) - 6 * cfg.model.matmul_parameters)
     with jax.set_mesh(sharding.make_mesh(cfg.mesh, plan.devices("h100:8"))):
-        assert plan.kernel_flops(program.kernels, cfg) == pytest.approx(9 / 6 * attention / 8, rel=1e-3)
+        assert sum(plan.kernel_flops(program.kernels, cfg)) == pytest.approx(9 / 6 * attention / 8, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -88,17 +82,13 @@ def test_a_million_tokens_on_8_with_layer_inputs_in_host_memory():
     assert not [c for c in facts["collectives"] if not c["asynchronous"] and c["bytes"] > 2**20]
 
 
-def test_activations_fall_with_the_axis():
+def test_activations_fall_with_the_axis(step_128k):
     """Bytes that one more token of the row costs a device: on 8 devices at most 1 / (0.9 x 8) of what it costs on one."""
-    sizes = ["model.vocab_size=4096", "loss.chunk_size=512"]
-    slope = {}
-    for n, lengths in ((1, (16384, 32768)), (8, (65536, 131072))):
-        small, large = (
-            plan.report(load(*sizes, f"mesh.sequence={n}", f"data.seq_len={length}"), f"h100:{n}")["memory_gib"]
-            for length in lengths
-        )
-        slope[n] = (large["temporaries"] - small["temporaries"]) / (lengths[1] - lengths[0])
-    assert slope[1] / slope[8] >= 0.9 * 8, slope
+    size = lambda compiled: compiled.memory_analysis().temp_size_in_bytes
+    compiled = lambda n, length: plan.compile_step(load(f"mesh.sequence={n}", f"data.seq_len={length}"), f"h100:{n}")[0]
+    on_1 = (size(compiled(1, 32768)) - size(compiled(1, 16384))) / 16384
+    on_8 = (size(step_128k[0]) - size(compiled(8, 65536))) / 65536
+    assert on_1 / on_8 >= 0.9 * 8, (on_1, on_8)
 
 
 @pytest.mark.parametrize(("expert", "calls"), [(1, 8), (2, 1)])
@@ -106,8 +96,8 @@ def test_the_communication_described_and_counted_is_the_one_traced_where_experts
     expert, calls
 ):
     """4,096 tokens a device hide a hop inside a node, and not one between nodes, where a ring of 8 ends that leaves out every second device."""
-    sizes, how, model = sharding.MeshConfig(sequence=8, expert=expert), AttentionConfig(), load().model
-    with jax.set_mesh(sharding.make_mesh(sizes, plan.devices(f"h100:{8 * expert}"))):
+    how, model = AttentionConfig(), load().model
+    with jax.set_mesh(h100s(sequence=8, expert=expert)):
         q, k = (jax.ShapeDtypeStruct((expert, 32768, heads, 128), jnp.bfloat16) for heads in (32, 8))
         interval = jax.ShapeDtypeStruct((expert, 32768), jnp.int32)
         traced = str(jax.make_jaxpr(lambda *a: attention(*a, how, layout="zigzag"))(q, k, k, interval, interval))
@@ -117,20 +107,16 @@ def test_the_communication_described_and_counted_is_the_one_traced_where_experts
 
 def attention_memory(ranks, length, heads=32, kv_heads=8, head_dim=128, backward=True):
     """Bytes of temporaries of attention alone over a ring, `length` tokens a device."""
-    mesh = sharding.make_mesh(sharding.MeshConfig(data=1, sequence=ranks), plan.devices(f"h100:{ranks}"))
-    with jax.set_mesh(mesh), plan.uncached():
-        place = NamedSharding(mesh, P(None, "sequence"))
-        array = lambda *shape, dtype: jax.ShapeDtypeStruct((1, ranks * length, *shape), dtype, sharding=place)
-        q, k = array(heads, head_dim, dtype=jnp.bfloat16), array(kv_heads, head_dim, dtype=jnp.bfloat16)
-        interval = array(dtype=jnp.int32)
+    mesh = h100s(sequence=ranks)
+    array = lambda *shape, dtype=jnp.bfloat16: abstract(mesh, (1, ranks * length, *shape), dtype, None, "sequence")
+    q, k, interval = array(heads, head_dim), array(kv_heads, head_dim), array(dtype=jnp.int32)
 
-        def total(*arrays):
-            out = attention(*arrays, AttentionConfig(communication="ring"), layout="zigzag")
-            return jnp.sum(out.astype(jnp.float32))
+    def total(*arrays):
+        out = attention(*arrays, AttentionConfig(communication="ring"), layout="zigzag")
+        return jnp.sum(out.astype(jnp.float32))
 
-        function = jax.grad(total, (0, 1, 2)) if backward else total
-        lowered = jax.jit(function).trace(q, k, k, interval, interval).lower(lowering_platforms=("cuda",))
-        return lowered.compile(plan.OPTIONS).memory_analysis().temp_size_in_bytes
+    function = jax.grad(total, (0, 1, 2)) if backward else total
+    return compiled_on(mesh, function, q, k, k, interval, interval).memory_analysis().temp_size_in_bytes
 
 
 def test_memory_of_attention_alone_is_the_formula_and_does_not_grow_with_the_ring():
@@ -144,4 +130,4 @@ def test_memory_of_attention_alone_is_the_formula_and_does_not_grow_with_the_rin
     assert attention_memory(8, length, backward=False) <= 1.1 * (2 * q + forward)
     on_8 = attention_memory(8, length)
     assert on_8 <= 1.1 * (residuals + backward)
-    assert attention_memory(4, length) == pytest.approx(on_8, rel=0.01)
+    assert attention_memory(2, length) == pytest.approx(on_8, rel=0.01)
