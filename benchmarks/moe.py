@@ -4,7 +4,7 @@
     python -m benchmarks.moe --rehearse --output FILE    # both with tiny shapes, on any device: tries the script
 
 On a CPU: dispatch, the three grouped products with the gated product between them, and combine, forward and backward, through jaxllm.exchange and
-jaxllm.linear as the model calls them, against transformers' MixtralExperts with experts_implementation="grouped_mm". Same numbers, same routing (the
+jaxllm.grouped_linear as the model calls them, against transformers' MixtralExperts with experts_implementation="grouped_mm". Same numbers, same routing (the
 router itself is in neither), float32, a layer of Mixtral 8x7B scaled down. Two processes take turns; torch's threads wait passively, because spinning
 ones would count as CPU time. Outputs and gradients are compared before anything is reported. With one thread both are bound to one and the same core.
 

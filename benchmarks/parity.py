@@ -7,7 +7,7 @@
     python -m benchmarks.parity --pairs --matmul float8      # any part of it in FP8 (or "record": float32, and the magnitudes that FP8 would scale by)
 
 A case is compared with the same rows on one device, in one piece, with nothing recomputed: float32, largest error of the loss (relative) and of
-any gradient tensor (max|a - b| / max|b|).
+any gradient tensor (max|a - b| / max|b|; in FP8 by root mean square).
 
 Not here: whether that one device is right; the tests against transformers say so.
 """
@@ -44,8 +44,9 @@ LONG = [  # lengths that fit nothing, and many more tiles than devices
     for n in (1, 2, 4, 8)
 ]  # fmt: skip
 # The largest errors allowed: of the loss, of a gradient, of a recorded amax. Rounding to FP8 is no continuous function: numbers that differ in their last
-# bit may fall to both sides of a border, an eighth apart in a gradient.
-ALLOWED = {"compute": (1e-5, 1e-4, 0.0), "record": (1e-5, 1e-4, 1e-5), "float8": (1e-3, 0.05, 0.02)}
+# bit may fall to both sides of a border, a quarter apart in a gradient, and one such number was seen to move a tensor's largest element by 6 %. So in FP8
+# errors of gradients are root mean squares, which few of them do not move and anything that is missing or scaled does.
+ALLOWED = {"compute": (1e-5, 1e-4, 0.0), "record": (1e-5, 1e-4, 1e-5), "float8": (1e-3, 0.02, 0.02)}
 MODEL = (
     "model.vocab_size=256", "model.hidden_size=64", "model.intermediate_size=96", "model.num_hidden_layers=2",
     "model.num_attention_heads=4", "model.num_key_value_heads=2", "model.max_position_embeddings=8192", "precision.compute=float32",
@@ -177,7 +178,8 @@ def errors(case):
     loss, grads, seen = run(case)
     parts = {key: case[key] for key in ("length", "packing", "window", "experts", "matmul")}
     want_loss, want, want_seen = alone(**parts)
-    error = lambda path: float(np.abs(grads[path] - want[path]).max() / max(np.abs(want[path]).max(), 1e-8))
+    size = (lambda x: np.sqrt(np.mean(x**2))) if case["matmul"] == "float8" else (lambda x: np.abs(x).max())
+    error = lambda path: float(size(grads[path] - want[path]) / max(size(want[path]), 1e-8))
     worst = max(want, key=error)
     apart = (np.abs(seen[path][..., 0] / want_seen[path][..., 0] - 1).max() for path in want_seen)
     return (abs(loss - want_loss) / abs(want_loss), error(worst), max(map(float, apart), default=0.0)), worst

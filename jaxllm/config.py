@@ -116,8 +116,8 @@ def load_config(path: str | Path | None, *overrides: str, resolve_path: bool = T
     if resolve_path and isinstance(wanted.get(("model", "path")), str):
         try:
             folder = _folder_settings(wanted[("model", "path")], wanted.get(("model", "revision")))
-        except UserError as error:
-            problems.append(str(error))
+        except UserError as error:  # what the rest would be checked against is not known
+            raise _user_error([*problems, str(error), *_unknown_keys(settings)]) from None
     settings = {**folder, **settings}
     for key, value in assignments:
         _assign(settings, key, value)
@@ -320,6 +320,11 @@ def _conflicts(config: Config, num_devices: int | None) -> list[str]:
     }
     precision = config.precision
     conflicts += fp8.check(precision.fp8, precision.matmul, config.model.num_hidden_layers, config.steps, widths)
+    if config.model.path is not None and precision.matmul == "float8" and not precision.fp8.warmup_steps:
+        conflicts.append(
+            f'precision.matmul: with "float8" the first step would multiply the weights of model.path = {config.model.path!r} with scales of 1, '
+            "which loses small numbers; set precision.fp8.warmup_steps=10, so that ten steps record magnitudes first"
+        )
     lengths = [("data.seq_len", config.data.seq_len, "shorten the rows")]
     if config.evaluation.prompt is not None:
         sample = "evaluation.prompt_tokens, with a prompt of at least one", config.evaluation.prompt_tokens + 1
@@ -588,7 +593,8 @@ def differences(saved: Config, now: Config) -> tuple[list[str], list[str]]:
         elif saved.moe.buffer_factor is not None and _is_of(name, DROPPING):
             prominent.append(f"{change} (under moe.buffer_factor other tokens are dropped than before)")
         elif path == ("precision", "matmul"):
-            prominent.append(f"{change} (from the first resumed step on)")
+            state = {"compute": "; the scales of FP8 are left behind"}.get(value, "")
+            prominent.append(f"{change} (from the first resumed step on{state})")
         elif path == ("precision", "fp8", "warmup_steps"):
             prominent.append(change)
         elif path[:2] == ("precision", "fp8") and "compute" in (saved.precision.matmul, now.precision.matmul):

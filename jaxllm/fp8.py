@@ -86,12 +86,18 @@ def check(config: FP8Config, matmul: str, num_layers: int, steps: int, sizes: di
             f"precision.fp8.first_layers_bfloat16: {first} and precision.fp8.last_layers_bfloat16 = {last} leave none of the {num_layers} layers in FP8; "
             'lower them, or remove precision.matmul = "float8"'
         )
+    if matmul == "record":
+        if config.warmup_steps:
+            conflicts.append(
+                f'precision.fp8.warmup_steps: {config.warmup_steps} is for precision.matmul = "float8"; with "record" every step records; remove it'
+            )
+        return conflicts
     if config.warmup_steps >= steps:
         conflicts.append(
             f"precision.fp8.warmup_steps: {config.warmup_steps} of steps = {steps} leave no step in FP8; lower it"
         )
     conflicts += [
-        f'{name}: {size} is no multiple of {MULTIPLE}, and with precision.matmul = "{matmul}" tensor cores multiply no other sizes; change one of them'
+        f'{name}: {size} is no multiple of {MULTIPLE}, and with precision.matmul = "float8" tensor cores multiply no other sizes; change one of them'
         for name, size in sizes.items()
         if size % MULTIPLE
     ]

@@ -118,7 +118,7 @@ def fp8_grouped_matmul(
 
     scales: {"input": f32[], "kernel": f32[experts], "output_grad": f32[]}; their gradients are the amax, of all devices, of rows, of the kernel of each expert
     that has rows (0 for others), and of the gradient of what is returned. seen: None, or {operand: f32[*, 2]}; see `fp8.record`. Shares are of the rows that
-    belong to groups.
+    belong to groups, those that complete them included, and 0 for kernels that no row meets.
     sizes: multiples of `fp8_multiple(backend)` ("hopper" makes the kernel's gradient NaN where one is not). Rows behind the groups are multiplied by nothing,
     but amax sees them, and their gradients: they are 0, as `exchange` has them, and rows of zeros behind stay so through these products.
     records_only: a warm-up; the product is `grouped_matmul`'s, and the amax are there.
@@ -140,7 +140,8 @@ def fp8_grouped_matmul(
     of_kernels = jnp.where(_used(sizes, len(kernel)), scales["kernel"], fixed["kernel"])
     if seen is not None:
         of_all = rows.shape[0] * rows.shape[1] / jnp.maximum(jnp.sum(sizes), 1).astype(jnp.float32)
-        seen = {operand: own if operand == "kernel" else own * of_all for operand, own in seen.items()}
+        of_experts = _used(sizes, len(kernel)).astype(jnp.float32)[:, None]
+        seen = {operand: own * (of_experts if operand == "kernel" else of_all) for operand, own in seen.items()}
     return fp8.recorded(multiply, rows, kernel, {**scales, "kernel": of_kernels}, seen)
 
 

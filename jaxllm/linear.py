@@ -20,6 +20,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxllm import fp8, hardware
+from jaxllm.attention import NVIDIA, compute_capability
 from jaxllm.fp8 import FP8Config
 from jaxllm.section import Section, UserError
 from jaxllm.sharding import AT_REST, IN_USE, axis_size, constrain
@@ -45,9 +46,12 @@ def describe(precision: PrecisionConfig, device_kind: str) -> str:
     if precision.matmul == "compute":
         return line
     card, recipe = hardware.of(device_kind), precision.fp8
-    if precision.matmul == "float8" and card is not None and card.peak_flops("float8") is None:
+    is_gpu, capability = device_kind.startswith(NVIDIA), compute_capability(device_kind)
+    multiplies = capability >= 8.9 if capability is not None else card is not None and card.fp8_flops is not None
+    if precision.matmul == "float8" and is_gpu and not multiplies:
+        has = "is not known to have them" if capability is None and card is None else "has none"
         raise UserError(
-            f'precision.matmul: "float8" needs tensor cores for FP8 (H100, H200, L40S), and {device_kind} has none; remove it'
+            f'precision.matmul: "float8" needs tensor cores for FP8 (L40S, RTX 40, H100, H200 and newer), and {device_kind} {has}; remove it'
         )
     rule = f"delayed scaling, {recipe.algorithm} of {recipe.history_length} steps, margin {recipe.margin}"
     if precision.matmul == "record":
@@ -55,7 +59,7 @@ def describe(precision: PrecisionConfig, device_kind: str) -> str:
     apart = recipe.first_layers_bfloat16, recipe.last_layers_bfloat16
     apart = f", but for the first {apart[0]} and the last {apart[1]} layers" if any(apart) else ""
     warmup = f"; up to step {recipe.warmup_steps} {precision.compute} while magnitudes are recorded"
-    emulated = "" if card is not None else f"; emulated on {device_kind}, which is slow"
+    emulated = "" if is_gpu else f"; emulated on {device_kind}, which is slow"
     return (
         f"products of weights: FP8 ({rule}){apart}; lm_head, router and all else {precision.compute}"
         f"{warmup if recipe.warmup_steps else ''}{emulated}"

@@ -6,7 +6,8 @@
     tokens_per_second  rows x seq_len, padding included, over step_time
     step_time          seconds per step, the mean since the row before, ended by a wait for the result. The first step
                        of a process (it compiles) and all that happens under `pause()` stay outside
-    mfu                model FLOPs over step_time and the peak of all devices; absent where that is unknown
+    mfu                model FLOPs over step_time and the peak of all devices in the compute dtype, with FP8 too; absent where that is
+                       unknown
     expert_load, imbalance, idle, entropy
                        of the experts in the logged step; see `moe.report`
     dropped_tokens, dropped_share
@@ -350,12 +351,15 @@ class _Lines:
         formats |= {"tokens_per_second": "{:,.0f} tokens/s", "step_time": "{:.3g} s/step", "mfu": "mfu {:.1%}"}
         formats |= {
             "aux_loss": "aux loss {:.3f}",
+            "router_z_loss": "z loss {:.3f}",
             "entropy": "router entropy {:.2f}",
             "imbalance": "experts' imbalance {:.2f}",
         }
         parts += [text.format(row[key]) for key, text in formats.items() if key in row]
         if "fp8_saturated" in row:
             parts.append(f"FP8 clips {max(row['fp8_saturated']):.2%}")
+        if "expert_load" in row:
+            parts.append(f"experts' load {min(row['expert_load']):.1%} to {max(row['expert_load']):.1%}")
         if row.get("bad_steps"):
             parts.append(f"{row['bad_steps']} bad steps kept the old state")
         if row.get("dropped_tokens"):

@@ -11,14 +11,16 @@ import os
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
-from jaxllm import checkpoint, fp8, hf, moe, optim
+from jaxllm import attention, checkpoint, fp8, hf, moe, optim
 from jaxllm import state as states
 from jaxllm.config import Config
 from jaxllm.hub import resolve_model_path
-from jaxllm.linear import dot, gather
+from jaxllm.linear import describe, dot, gather
 from jaxllm.loss import HEAD_NAMES, cross_entropy
 from jaxllm.models import FAMILIES
+from jaxllm.section import UserError
 from jaxllm.sharding import BATCH, axis_size, replicated
 from jaxllm.state import TrainState
 
@@ -153,14 +155,21 @@ def gradients(graphdef, params: dict, batch, cfg: Config, number=0, scales: dict
     return sums, parts | {"fp8": seen}
 
 
-def make_train_step(graphdef, cfg: Config):
+def make_train_step(graphdef, cfg: Config, *, after_warmup: bool = False):
     """step(state, batch) -> (state, metrics), compiled on first use; `state` is consumed.
 
-    With precision.fp8.warmup_steps the first steps are those of `recording(cfg)`, and of its graphdef: which of the two steps a state is for is not looked at.
+    With precision.fp8.warmup_steps there are two: for a state of fewer steps that of `recording(cfg)`, with the graphdef of that config, and then this one.
+    Which of them a state is for is not looked at, so UserError unless after_warmup says that it is known.
 
     metrics (device scalars): loss (mean over trained tokens, without z-loss), z_loss, grad_norm (before clipping), learning_rate, tokens
     (trained), bad (the step was left out). With experts also aux_loss and router_z_loss (unweighted), and those of `moe.report`; with FP8 those of
     `fp8.report`."""
+    warmup = cfg.precision.fp8.warmup_steps
+    if warmup and cfg.precision.matmul == "float8" and not after_warmup:
+        raise UserError(
+            f"precision.fp8.warmup_steps: {warmup} steps are to record before this one multiplies in FP8: make them from jaxllm.step.recording(cfg) "
+            "(its abstract_state gives the graphdef) and this one with after_warmup=True, or set it to 0"
+        )
     schedule = optim.learning_rate(cfg.optimizer, cfg.steps)
 
     def differentiate(state: TrainState, batch):
@@ -192,7 +201,9 @@ def make_train_step(graphdef, cfg: Config):
             moved = fp8.advance(scales, parts["fp8"], cfg.precision.fp8)
             metrics |= fp8.report(scales, parts["fp8"], batch.tokens.shape[0], cfg.precision.fp8)
             # A step that is left out leaves no trace: one infinity would hold a scale for as long as the history remembers it.
-            scales = jax.tree.map(functools.partial(jnp.where, good), moved, scales)
+            kept = jax.tree.map(functools.partial(jnp.where, good), moved, scales)
+            # Left alone, XLA would split those of experts over them, and the next step takes what is replicated.
+            scales = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, P()), kept)
         return sums, ({"rate": rate, "factor": factor, "keep": good}, scales), metrics
 
     def descend(state: TrainState, sums, how):
@@ -216,9 +227,9 @@ def make_train_step(graphdef, cfg: Config):
 
 def compiler_options(precision) -> dict:
     """XLA's options for this precision on the current mesh's devices, beside those of XLA_FLAGS, which decide where they name the same."""
-    mesh = jax.sharding.get_mesh()
-    platform = jax.default_backend() if mesh.empty else mesh.devices.flat[0].platform
-    wanted = FP8_OPTIONS if platform == "gpu" and precision.matmul == "float8" else {}
+    device_kind = attention.device_kind()
+    describe(precision, device_kind)  # UserError where these devices cannot do it
+    wanted = FP8_OPTIONS if device_kind.startswith(attention.NVIDIA) and precision.matmul == "float8" else {}
     return {name: value for name, value in wanted.items() if name not in os.environ.get("XLA_FLAGS", "")}
 
 
@@ -302,7 +313,8 @@ def make_eval_step(graphdef, cfg: Config):
 
 @functools.partial(jax.jit, static_argnums=0)
 def logits(graphdef, state: TrainState, tokens):
-    """Logits f32[B, T, V] of token ids i32[B, T], each row one document. Meant for looking, not for training: it makes them all.
+    """Logits f32[B, T, V] of token ids i32[B, T], each row one document. Meant for looking, not for training: it makes them all, and products in FP8 are left
+    to XLA's own options, by which a GPU may round them once more.
 
     Rows and places are filled up to what the mesh divides, and cut off again."""
     B, T = tokens.shape

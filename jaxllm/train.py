@@ -9,6 +9,7 @@ Exit codes: 0 done, 1 fault, 2 bad input, 3 diverged, 4 interrupted with a check
 import argparse
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import importlib.util
 import itertools
@@ -234,7 +235,8 @@ class Run:
             return made[0], made[-1]
 
         with phase("compiling the training step"):
-            self.train_steps = compiled(step.make_train_step, batch, self.warmup)
+            make = functools.partial(step.make_train_step, after_warmup=True)
+            self.train_steps = compiled(make, batch, self.warmup)
         self.graphdefs = recording[0], self.graphdef
         if self.evaluation:
             batch = abstract_batch(mesh, 1, cfg.evaluation.batch_size, cfg.data.seq_len, cfg.model.sliding_window)
@@ -420,9 +422,11 @@ def starting_step(cfg) -> int | None:
         print(f"changed since the checkpoint: {line}", flush=True)
     warmup = cfg.precision.fp8.warmup_steps
     if saved.precision.matmul == "compute" and cfg.precision.matmul == "float8" and warmup <= step:
+        count = min(10, cfg.steps - step - 1)
+        advice = f"precision.fp8.warmup_steps={step + count}: steps in {cfg.precision.compute} record them up to there"
         raise UserError(
             f'precision.matmul: the checkpoint of step {step} is of a run with "compute" and holds no magnitudes for FP8\'s scales. Set '
-            f"precision.fp8.warmup_steps={step + 10}: ten steps in {cfg.precision.compute} record them first"
+            f"{advice if count > 0 else f'steps to more than {step + 1}, and precision.fp8.warmup_steps between'}"
         )
     if step > cfg.steps:
         raise UserError(

@@ -7,10 +7,11 @@ import json
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm import checkpoint, config, step, train
+from jaxllm import checkpoint, config, fp8, linear, step, train
 from jaxllm.section import UserError
 from support import MIXTRAL, batch_on, mesh, tiny, worst
 
@@ -18,10 +19,12 @@ FP8 = ("precision.matmul=float8", "precision.fp8.history_length=4", "steps=10", 
 RECORD = (*FP8[1:], "precision.matmul=record")
 
 
-def trained(cfg, sizes=None, steps=2):
-    """(TrainState in numpy, metrics of each step) after some steps, each on rows of its own."""
+def trained(cfg, sizes=None, steps=2, after=None):
+    """(TrainState in numpy, metrics of each step) after some steps, each on rows of its own; after: a state to start from."""
     with jax.set_mesh(mesh(**(sizes or {}))):
         graphdef, state = step.init_state(cfg)
+        if after is not None:
+            state = jax.tree.map(lambda value, like: jax.device_put(value, like.sharding), after, state)
         one = step.make_train_step(graphdef, cfg)
         seen = []
         for number in range(steps):
@@ -147,8 +150,9 @@ def test_microbatches_are_joined_by_the_maximum(num_microbatches):
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
 def test_rematerialisation_records_nothing_twice(remat):
     """What goes forward is the same to the bit; the order in which gradients are summed may differ."""
-    state, seen = trained(tiny(*FP8, f"model.remat={remat}"), steps=1)
-    alone, before = trained(tiny(*FP8), steps=1)
+    start, _ = on_one_device(*FP8)  # whose scales are no longer 1
+    state, seen = trained(tiny(*FP8, f"model.remat={remat}"), steps=1, after=start)
+    alone, before = trained(tiny(*FP8), steps=1, after=start)
     for path in state.fp8:
         if path.endswith("output_grad"):
             np.testing.assert_allclose(state.fp8[path].scale, alone.fp8[path].scale, rtol=1e-6)
@@ -276,8 +280,9 @@ def test_a_checkpoint_that_has_lost_its_state_is_refused(run, tmp_path):
 
 def test_a_run_goes_over_to_fp8_by_recording_first_and_back(run, tmp_path):
     assert run("steps=2")[0] == 0
-    code, said = run("steps=4", "precision.matmul=float8")
-    assert code == 2 and "precision.fp8.warmup_steps=12" in said and "step 2" in said
+    for steps, advice in ((20, "warmup_steps=12"), (5, "warmup_steps=4"), (3, "steps to more than 3")):
+        code, said = run(f"steps={steps}", "precision.matmul=float8")
+        assert code == 2 and advice in said and "step 2" in said
     code, said = run("steps=4", "precision.matmul=float8", "precision.fp8.warmup_steps=3")
     assert code == 0 and "precision.matmul: 'compute' -> 'float8'" in said
     rows = metrics_of(tmp_path)
@@ -292,24 +297,36 @@ def test_a_run_goes_over_to_fp8_by_recording_first_and_back(run, tmp_path):
 
 
 def test_steps_of_a_warm_up_are_those_without_fp8(run, tmp_path):
-    assert run("steps=4")[0] == 0
-    plain = metrics_of(tmp_path)
-    (tmp_path / "run").rename(tmp_path / "plain")
-    code, said = run(
-        "steps=4",
-        "precision.matmul=float8",
-        "precision.fp8.warmup_steps=2",
-        "evaluation.every=4",
-        "evaluation.holdout=0.2",
-    )
+    held_out = ("steps=4", "evaluation.every=4", "evaluation.holdout=0.2")
+    code, said = run(*held_out, "precision.matmul=float8", "precision.fp8.warmup_steps=2")
     assert code == 0 and "up to step 2 float32 while magnitudes are recorded" in said
     rows = [row for row in metrics_of(tmp_path) if "loss" in row]
-    del plain  # another holdout, other rows: compared below
     (tmp_path / "run").rename(tmp_path / "warm")
-    assert run("steps=4", "evaluation.every=4", "evaluation.holdout=0.2")[0] == 0
+    assert run(*held_out)[0] == 0
     without = [row for row in metrics_of(tmp_path) if "loss" in row]
-    same = [a["loss"] == b["loss"] for a, b in zip(rows, without, strict=True)]
-    assert same == [True, True, False, False]
+    assert [a["loss"] == b["loss"] for a, b in zip(rows, without, strict=True)] == [True, True, False, False]
+
+
+def test_experts_over_a_mesh_go_on_after_their_first_step(run):
+    """A compiled step takes the state that it gives: its scales rest as they came."""
+    code, said = run("steps=3", "precision.matmul=float8", "precision.fp8.warmup_steps=1", "mesh.expert=2", *MIXTRAL)
+    assert code == 0, said
+
+
+def test_padding_counts_nothing():
+    """Its embedding is wilder than any token's; magnitudes are recorded without it."""
+    cfg = tiny(*RECORD)
+    with jax.set_mesh(mesh()):
+        device_mesh = jax.sharding.get_mesh()
+        graphdef, state = step.init_state(cfg)
+        batch = batch_on(device_mesh)
+        real = np.asarray(batch.k_end > batch.k_start)
+        assert not real.all() and not np.any(np.asarray(batch.tokens)[real] == 0)
+        seen = lambda params: step.gradients(graphdef, params, batch, cfg, 0, fp8.observed(state.fp8))[1]["fp8"]
+        wild = state.params["embed_tokens/embedding"].at[0].set(jnp.arange(64.0))
+        both = jax.jit(seen)(state.params), jax.jit(seen)(state.params | {"embed_tokens/embedding": wild})
+    for path, value in both[0].items():
+        assert np.array_equal(value[..., 0], both[1][path][..., 0]), path
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -323,6 +340,7 @@ def test_steps_of_a_warm_up_are_those_without_fp8(run, tmp_path):
         (["precision.matmul=float8", "model.head_dim=12"], "model.num_key_value_heads x model.head_dim: 24"),
         (["precision.matmul=float8", "precision.fp8.warmup_steps=5", "steps=5"], "leave no step in FP8"),
         (["precision.matmul=float8", "precision.fp8.last_layers_bfloat16=2"], "leave none of the 2 layers"),
+        (["precision.matmul=record", "precision.fp8.warmup_steps=5"], 'with "record" every step records'),
         (["precision.matmul=fp8"], "precision.matmul: must be 'compute', 'float8' or 'record'"),
     ],
 )  # fmt: skip
@@ -331,10 +349,33 @@ def test_settings_that_contradict_each_other_are_refused(overrides, message):
         tiny(*overrides)
 
 
-def test_gpus_without_tensor_cores_for_it_are_refused():
-    from jaxllm import linear
+def test_a_model_that_is_loaded_records_before_it_multiplies_in_fp8(tmp_path):
+    saved = tmp_path / "model"
+    cfg = tiny()
+    with jax.set_mesh(mesh()):
+        checkpoint.save_params(saved, step.init_state(cfg)[1].params, config.dump(cfg))
+    path = f'model.path="{saved}"'
+    with pytest.raises(UserError, match="set precision.fp8.warmup_steps=10"):
+        config.load_config(None, path, "precision.matmul=float8")
+    cfg = config.load_config(None, path, "precision.matmul=float8", "precision.fp8.warmup_steps=10")
+    with jax.set_mesh(mesh()), pytest.raises(UserError, match="jaxllm.step.recording"):
+        step.make_train_step(step.abstract_state(cfg)[0], cfg)
 
+
+@pytest.mark.parametrize(
+    ("device_kind", "said"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100-SXM4-80GB has none"),
+        ("Tesla V100-SXM2-16GB", "is not known to have them"),
+        ("NVIDIA H100 80GB HBM3", None),
+        ("cpu", None),
+    ],
+)
+def test_gpus_without_tensor_cores_for_it_are_refused(device_kind, said):
     precision = tiny("precision.matmul=float8").precision
-    with pytest.raises(UserError, match="A100-SXM4-80GB has none"):
-        linear.describe(precision, "NVIDIA A100-SXM4-80GB")
-    assert "FP8 (delayed scaling, max of 1024 steps" in linear.describe(precision, "NVIDIA H100 80GB HBM3")
+    if said:
+        with pytest.raises(UserError, match=said):
+            linear.describe(precision, device_kind)
+    else:
+        line = linear.describe(precision, device_kind)
+        assert "FP8 (delayed scaling, max of 1024 steps" in line and ("emulated" in line) == (device_kind == "cpu")

@@ -345,7 +345,11 @@ def oracle(tmp_path_factory):
     """(transformers model, its folder)."""
     folder = tmp_path_factory.mktemp("mixtral")
     model = hugging_face(
-        num_local_experts=E, num_experts_per_tok=K, output_router_logits=True, router_aux_loss_coef=0.05
+        num_local_experts=E,
+        num_experts_per_tok=K,
+        output_router_logits=True,
+        router_aux_loss_coef=0.05,
+        sliding_window=9,
     )
     model.save_pretrained(folder)
     return model, folder
@@ -384,7 +388,7 @@ def test_logits_losses_and_every_gradient_equal_those_of_transformers(oracle, si
     packed = rows(documents=False)
     tokens = packed["tokens"]
     with jax.set_mesh(device_mesh):
-        batch = to_device(packed, 1, device_mesh)
+        batch = to_device(packed, 1, device_mesh, window=cfg.model.sliding_window)
         grads, parts = jax.jit(lambda p, b: step.gradients(graphdef, p, b, cfg))(params, batch)
         state = states.TrainState(jnp.zeros((), jnp.int32), params, {}, {}, None)
         logits = np.asarray(step.logits(graphdef, state, tokens))
@@ -409,7 +413,7 @@ def test_router_logits_equal_those_of_transformers(oracle, monkeypatch):
     monkeypatch.setattr(mixtral, "statistics", with_logits)
     packed = rows(documents=False)
     with jax.set_mesh(device_mesh):
-        batch = jax.tree.map(lambda x: x[0], to_device(packed, 1, device_mesh))
+        batch = jax.tree.map(lambda x: x[0], to_device(packed, 1, device_mesh, window=cfg.model.sliding_window))
         seen = jax.jit(lambda p, b: step._hidden(graphdef, p, b)[1])(params, batch)
     with torch.no_grad():
         theirs = model(torch.tensor(packed["tokens"].astype(np.int64)), output_router_logits=True).router_logits
@@ -502,6 +506,48 @@ def test_router_losses_do_not_depend_on_mesh_accumulation_remat_or_padding(form)
         assert worst(got, want)[0] < 1e-4
 
 
+def test_what_is_seen_of_a_router_is_what_its_definitions_say(rng):
+    """Three layers, 33 real tokens of 40, in float64 numpy: both auxiliary losses, the z-loss and its gradient, and the entropy."""
+    layers, tokens, num_real = 3, 40, 33
+    logits = rng.standard_normal((layers, 1, tokens, E)).astype(np.float32) * 2
+    real = np.arange(tokens)[None] < num_real
+    ids = np.argsort(-logits, axis=-1)[..., :K].astype(np.int32)
+    seen = jax.vmap(moe.statistics, (0, 0, None))(logits, ids, real)
+    counted = lambda form: moe.auxiliary(seen, seen["counts"], jnp.float32(num_real), form)
+
+    x = logits[:, 0, :num_real].astype(np.float64)
+    lse = np.log(np.exp(x).sum(-1, keepdims=True))
+    probs = np.exp(x - lse)
+    share = np.stack([np.bincount(layer[0, :num_real].ravel(), minlength=E) for layer in ids]) / num_real
+    per_layer = E * (share * probs.mean(1)).sum(-1)
+    pooled = E * (share.mean(0) * probs.mean((0, 1))).sum()
+    assert abs(per_layer.mean() / pooled - 1) > 1e-3, "the two forms differ here"
+    z = (lse**2).mean()
+    for form, want in (("global", per_layer.mean()), ("hf", pooled)):
+        got = counted(form)
+        assert float(got[0]) == pytest.approx(want, rel=1e-6) and float(got[1]) == pytest.approx(z, rel=1e-6)
+    shown = moe.report(seen | {"dropped": jnp.zeros(layers)}, jnp.float32(num_real), K)
+    assert float(shown["entropy"]) == pytest.approx(-(probs * np.log(probs)).sum(-1).mean(), rel=1e-6)
+    assert float(shown["imbalance"]) == pytest.approx(share.max() * E / K, rel=1e-6)
+
+    def z_loss(logits):
+        seen = jax.vmap(moe.statistics, (0, 0, None))(logits, ids, real)
+        return moe.auxiliary(seen, seen["counts"], jnp.float32(num_real), "global")[1]
+
+    gradient = np.asarray(jax.grad(z_loss)(logits))[:, 0]
+    np.testing.assert_allclose(gradient[:, :num_real], 2 * lse * probs / (num_real * layers), rtol=1e-5, atol=1e-8)
+    assert not gradient[:, num_real:].any()
+
+
+def test_layers_that_are_lopsided_in_opposite_ways_are_balanced_to_transformers_alone():
+    """Two layers of two experts, top 1: each sends all tokens to its own. Pooled over layers that is balance, 1; layer by layer the worst, 2."""
+    logits = jnp.float32([[[[9.0, -9.0]] * 4], [[[-9.0, 9.0]] * 4]])
+    ids = jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32)
+    seen = jax.vmap(moe.statistics, (0, 0, None))(logits, ids, jnp.ones((1, 4), bool))
+    found = {form: float(moe.auxiliary(seen, seen["counts"], jnp.float32(4), form)[0]) for form in ("hf", "global")}
+    assert found == {"hf": pytest.approx(1.0), "global": pytest.approx(2.0)}
+
+
 def test_metrics_of_the_experts_and_a_loss_that_balances_them():
     cfg = tiny(*MIXTRAL, "model.router_aux_loss_coef=1.0", "optimizer.learning_rate=1e-2", "steps=20")
     device_mesh = mesh(expert=2)
@@ -588,7 +634,7 @@ def test_the_exchange_that_is_chosen_is_said():
 def test_configs_that_cannot_be_are_refused():
     for overrides, said in (
         (("model.num_local_experts=8",), "the family 'llama' has no experts"),
-        (("model.family=mixtral",), "a Mixtral needs all four"),
+        (("model.family=mixtral",), "router_jitter_noise: not set, and a Mixtral needs num_local_experts, "),
         ((*MIXTRAL, "model.num_experts_per_tok=9"), "num_experts_per_tok = 9 is more than num_local_experts = 8"),
         ((*MIXTRAL, "model.router_jitter_noise=1.5"), "router_jitter_noise"),
         ((*MIXTRAL, "mesh.expert=3"), "mesh.expert: 3 places do not divide model.num_local_experts = 8; legal: 1, 2, 4, 8"),

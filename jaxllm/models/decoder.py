@@ -94,6 +94,7 @@ class ModelConfig(Section):
     router_jitter_noise: float | None = pydantic.Field(None, ge=0, lt=1)
     """In training, what the router and the experts read is multiplied by random numbers from [1 - this, 1 + this)."""
     rope_parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+    """Rotary positions, in transformers' names. In the family "mixtral" rope_theta is 1e6 by default, as it is in transformers."""
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
@@ -113,6 +114,8 @@ class ModelConfig(Section):
         get = lambda key: data.get(key, cls.model_fields[key].default)
         if data.get("num_key_value_heads") is None:
             data["num_key_value_heads"] = get("num_attention_heads")
+        if data.get("family") == "mixtral":
+            data.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": 1e6})
         sizes = get("hidden_size"), get("num_attention_heads")
         if data.get("head_dim") is None and all(isinstance(size, int) and size > 0 for size in sizes):
             data["head_dim"] = sizes[0] // sizes[1]
@@ -130,10 +133,11 @@ class ModelConfig(Section):
             raise ValueError(
                 f'sliding_window = {self.sliding_window}: transformers ignores it in a Llama; take model.family = "mistral"'
             )
-        experts = self.num_local_experts, self.num_experts_per_tok, self.router_aux_loss_coef, self.router_jitter_noise
-        if self.family == "mixtral" and None in experts:
+        names = ("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef", "router_jitter_noise")
+        experts = [getattr(self, name) for name in names]
+        if self.family == "mixtral" and (lacks := [name for name in names if getattr(self, name) is None]):
             raise ValueError(
-                "num_local_experts, num_experts_per_tok, router_aux_loss_coef and router_jitter_noise: a Mixtral needs all four"
+                f"{', '.join(lacks)}: not set, and a Mixtral needs {', '.join(names)}; of Mixtral 8x7B they are 8, 2, 0.02 and 0.0"
             )
         if self.family == "mixtral" and self.num_experts_per_tok > self.num_local_experts:
             raise ValueError(
@@ -247,7 +251,10 @@ class Decoder(nnx.Module):
             return constrain(x, "batch", "sequence", "embed"), seen
 
         keys = None if noise is None else jax.random.split(noise[0], config.num_hidden_layers)
-        x, parts = self.embed_tokens(tokens), []
+        # Padding is 0 from layer to layer (where there are no biases), and so counts nothing in the magnitudes that FP8 takes its scales from.
+        real = (k_end > k_start)[..., None]
+        embedded = self.embed_tokens(tokens)
+        x, parts = jnp.where(real, embedded, jnp.zeros((), embedded.dtype)), []
         for part, multiply in self._parts():
             # prevent_cse guards against undoing the recomputation outside loops; inside scan it only adds barriers.
             one = jax.checkpoint(

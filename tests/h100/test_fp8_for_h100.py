@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from h100.compiled import MARKS, abstract, compiled_on, h100s
-from jaxllm import fp8
-from jaxllm.linear import gather
+from jaxllm import fp8, step
+from jaxllm.linear import PrecisionConfig, gather
 from jaxllm.sharding import AT_REST, constrain, spec
 
 pytestmark = MARKS
@@ -61,3 +61,14 @@ def test_h100s_gather_weights_in_fp8_and_agree_on_all_amax_of_a_layer_at_once(in
     )
     reduced = [what for what in instructions.values() if re.search(r" all-reduce(-start)?\(", what)]
     assert [what.split("{")[0] for what in reduced if what.startswith("u32")] == ["u32[6]"]
+
+
+def test_the_options_of_xla_are_set_for_gpus_and_left_to_xla_flags(monkeypatch):
+    precision = lambda matmul: PrecisionConfig(matmul=matmul)
+    monkeypatch.delenv("XLA_FLAGS")
+    with jax.set_mesh(h100s(data=8)):
+        assert step.compiler_options(precision("float8")) == {"xla_gpu_enable_triton_gemm": False}
+        assert step.compiler_options(precision("record")) == step.compiler_options(precision("compute")) == {}
+        monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=true")
+        assert step.compiler_options(precision("float8")) == {}
+    assert step.compiler_options(precision("float8")) == {}  # on a CPU
