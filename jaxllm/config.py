@@ -320,11 +320,6 @@ def _conflicts(config: Config, num_devices: int | None) -> list[str]:
     }
     precision = config.precision
     conflicts += fp8.check(precision.fp8, precision.matmul, config.model.num_hidden_layers, config.steps, widths)
-    if config.model.path is not None and precision.matmul == "float8" and not precision.fp8.warmup_steps:
-        conflicts.append(
-            f'precision.matmul: with "float8" the first step would multiply the weights of model.path = {config.model.path!r} with scales of 1, '
-            "which loses small numbers; set precision.fp8.warmup_steps=10, so that ten steps record magnitudes first"
-        )
     lengths = [("data.seq_len", config.data.seq_len, "shorten the rows")]
     if config.evaluation.prompt is not None:
         sample = "evaluation.prompt_tokens, with a prompt of at least one", config.evaluation.prompt_tokens + 1

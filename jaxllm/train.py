@@ -141,9 +141,15 @@ def train(cfg) -> int:
         print(memory_estimate(abstract, device), flush=True)
 
         with phase("reading the data"):
-            cursors = None
+            cursors, new_scales = None, True
             if start is not None:
-                state, cursors = restore(cfg, checkpoints, start, abstract)
+                state, cursors, new_scales = restore(cfg, checkpoints, start, abstract)
+            if cfg.precision.matmul == "float8" and new_scales and cfg.precision.fp8.warmup_steps <= (start or 0):
+                print(
+                    f"FP8: scales start at 1, so the first step loses small numbers; precision.fp8.warmup_steps={(start or 0) + 10} would record "
+                    f"magnitudes in {cfg.precision.compute} first",
+                    flush=True,
+                )
             batches = make_batches(cfg, cursors=cursors)
             stack.callback(batches.close)  # at once: a thread that is at work while Python ends takes the process down
             if start is not None and batches.fingerprint != checkpoints.data_fingerprint(start):
@@ -191,15 +197,16 @@ def train(cfg) -> int:
 
 
 def restore(cfg, checkpoints, start, abstract):
-    """(state, cursors) of a checkpoint. One of a run that went over to FP8, or away from it, gets a new FP8 state, or none."""
+    """(state, cursors, whether the FP8 state is new) of a checkpoint. One of a run that went over to FP8, or away from it, gets a new FP8 state, or none."""
     from jaxllm import config
     from jaxllm import state as states
 
     saved = config.load_config(checkpoints.folder / str(start) / "config.toml", resolve_path=False)
     if (saved.precision.matmul == "compute") == (cfg.precision.matmul == "compute"):
-        return checkpoints.restore(start, abstract)[:2]
+        return *checkpoints.restore(start, abstract)[:2], False
     state, cursors, _ = checkpoints.restore(start, dataclasses.replace(abstract, fp8={}), leave="fp8/")
-    return dataclasses.replace(state, fp8=states.initial_fp8(cfg.precision.fp8, abstract.fp8)), cursors
+    scales = states.initial_fp8(cfg.precision.fp8, abstract.fp8)
+    return dataclasses.replace(state, fp8=scales), cursors, bool(scales)
 
 
 class Run:
@@ -420,14 +427,6 @@ def starting_step(cfg) -> int | None:
         )
     for line in shown:
         print(f"changed since the checkpoint: {line}", flush=True)
-    warmup = cfg.precision.fp8.warmup_steps
-    if saved.precision.matmul == "compute" and cfg.precision.matmul == "float8" and warmup <= step:
-        count = min(10, cfg.steps - step - 1)
-        advice = f"precision.fp8.warmup_steps={step + count}: steps in {cfg.precision.compute} record them up to there"
-        raise UserError(
-            f'precision.matmul: the checkpoint of step {step} is of a run with "compute" and holds no magnitudes for FP8\'s scales. Set '
-            f"{advice if count > 0 else f'steps to more than {step + 1}, and precision.fp8.warmup_steps between'}"
-        )
     if step > cfg.steps:
         raise UserError(
             f"steps: the checkpoint in {output} is at step {step}, and steps = {cfg.steps}; raise steps, or use another output_dir"
