@@ -112,12 +112,13 @@ def load_config(path: str | Path | None, *overrides: str, resolve_path: bool = T
         except UserError as error:
             problems.append(str(error))
     wanted = {**{key: setting.value for key, setting in settings.items()}, **dict(assignments)}
-    folder = {}
+    folder, unknown_model = {}, False
     if resolve_path and isinstance(wanted.get(("model", "path")), str):
         try:
             folder = _folder_settings(wanted[("model", "path")], wanted.get(("model", "revision")))
-        except UserError as error:  # what the rest would be checked against is not known
-            raise _user_error([*problems, str(error), *_unknown_keys(settings)]) from None
+        except UserError as error:
+            unknown_model = True
+            problems.append(str(error))
     settings = {**folder, **settings}
     for key, value in assignments:
         _assign(settings, key, value)
@@ -150,7 +151,8 @@ def load_config(path: str | Path | None, *overrides: str, resolve_path: bool = T
     try:
         config = Config.model_validate(_nested(known))
     except pydantic.ValidationError as error:
-        raise _user_error(problems + _explained(error, known)) from None
+        # How sections fit together is not to be said of a model that could not be read.
+        raise _user_error(problems + _explained(error, known, fields_alone=unknown_model)) from None
     if problems:
         raise _user_error(problems)
     config._sources.update({key: setting.source for key, setting in known.items()})
@@ -450,8 +452,8 @@ def _nearest(path: Key) -> list[Key]:
     return [other for score, other in scored[:3] if score > scored[0][0] - 0.25]
 
 
-def _explained(error: pydantic.ValidationError, settings: dict[Key, Setting]) -> list[str]:
-    """pydantic's errors in our words, alternatives of one key joined."""
+def _explained(error: pydantic.ValidationError, settings: dict[Key, Setting], fields_alone: bool) -> list[str]:
+    """pydantic's errors in our words, alternatives of one key joined; fields_alone: without those of whole sections."""
     found: dict[Key, list] = {}
     problems = []
     for item in error.errors():
@@ -459,7 +461,7 @@ def _explained(error: pydantic.ValidationError, settings: dict[Key, Setting]) ->
         path = next((loc[:n] for n in range(len(loc), 0, -1) if loc[:n] in _leaves()), ())
         if path:
             found.setdefault(path, []).append(item)
-        else:  # from a validator of ours of a whole section, or of Config
+        elif not fields_alone:  # from a validator of ours of a whole section, or of Config
             section = ".".join(loc)
             for text in item["msg"].removeprefix("Value error, ").split("\n"):
                 problems.append(text if text.startswith(section) else f"{section}: {text}")

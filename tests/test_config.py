@@ -328,6 +328,7 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path, write):
     odd = write("odd/config.json", json.dumps({**LLAMA, "logit_scale": 0.5})).parent
     message = refusal(f"model.path={odd}", "steps=ten")
     assert "logit_scale" in message and "'ten'" in message
+    assert "mesh.expert" not in refusal(f"model.path={odd}", "mesh.expert=4"), "nobody knows whether it has experts"
     assert "cannot be read" in refusal(f"model.path={write('cut/config.json', '{').parent}")
     assert "is not there" in refusal(f"model.path={tmp_path / 'nowhere'}")
     assert "is a file" in refusal(f"model.path={other / 'config.json'}")
