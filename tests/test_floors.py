@@ -10,8 +10,10 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FLOORS = [
     {"section"},
-    {"sharding", "hardware", "hlo", "hub"},
-    {"linear", "attention", "exchange", "optim", "fp8"},
+    {"sharding", "hardware", "hlo", "hub", "fp8"},
+    {"attention", "exchange", "optim", "nf4"},
+    {"linear", "bnb"},
+    {"grouped_linear"},
     {"layers", "moe"},
     {"models", "models.decoder", "models.llama", "models.mixtral"},
     {
@@ -32,14 +34,14 @@ FLOORS = [
         "hf",
         "metrics",
     },
-    {"config"},
+    {"config", "peft"},
     {"step"},
     {"generate", "plan", "convert", "data.__main__"},
     {"train", "__main__"},
 ]
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 # Only these may import the kernels.
-KERNEL_USERS = {"attention", "linear", "data.batch"}
+KERNEL_USERS = {"attention", "grouped_linear", "data.batch"}
 
 
 def modules():

