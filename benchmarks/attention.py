@@ -334,6 +334,16 @@ def append(path, lines):
     os.replace(beside, path)
 
 
+def publish(file, common, rows) -> int:
+    """Appends rows to `file` and prints them, each when it comes; 1 if one has not passed, else 0: an exit code."""
+    failed = False
+    for row in rows:
+        failed |= row["status"] != PASSED
+        append(file, [common | row])
+        print(shown(row), flush=True)
+    return int(failed)
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=__doc__.partition("\n\n")[0])
     parser.add_argument("--shapes", choices=SHAPES, default="small")

@@ -14,7 +14,7 @@ Not here: the whole step on several GPUs (its compiled bound is in the plan), an
 import argparse
 import sys
 
-from benchmarks.attention import NO_TIME, PASSED, append, first_device, medians, said, shown
+from benchmarks.attention import NO_TIME, PASSED, first_device, medians, publish, said
 
 WEIGHTS = {"q_proj, o_proj": (4096, 4096), "gate_proj, up_proj": (4096, 14336), "down_proj": (14336, 4096)}
 LAYERS = (
@@ -170,12 +170,7 @@ def main(arguments=None):
 
     evidence = "rehearsed" if options.tiny else "measured"
     common = {"benchmark": "linear_fp8", "device": device.device_kind, "jax": jax.__version__, "evidence": evidence}
-    failed = False
-    for row in rows(128 if options.tiny else options.tokens, options.tiny):
-        failed |= row["status"] != PASSED
-        append(options.output, [common | row])
-        print(shown(row), flush=True)
-    return 1 if failed else 0
+    return publish(options.output, common, rows(128 if options.tiny else options.tokens, options.tiny))
 
 
 if __name__ == "__main__":

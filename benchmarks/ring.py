@@ -12,7 +12,7 @@ Not here: layouts other than the ring's own for a causal row (zigzag), packed ro
 import argparse
 import sys
 
-from benchmarks.attention import PASSED, append, error, first_device, forward_flops, inputs, medians, said, shown
+from benchmarks.attention import PASSED, error, first_device, forward_flops, inputs, medians, publish, said
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # Llama-3.1-8B's
 LABEL = "virtual hops on one device, no communication"
@@ -163,16 +163,15 @@ def main(arguments=None):
 
     evidence = "rehearsed" if reason else "measured"
     common = {"benchmark": "ring", "device": device.device_kind, "jax": jax.__version__, "evidence": evidence}
-    failed = False
-    for tokens in options.tokens:
-        try:
-            row = measure(load_backend(options.backend), options.ranks, tokens)
-        except Exception as failure:
-            row = {"item": f"{options.backend}: {options.ranks} x {tokens} tokens", "status": said(failure)}
-        failed |= row["status"] != PASSED
-        append(options.output, [common | row])
-        print(shown(row), flush=True)
-    return 1 if failed else 0
+
+    def rows():
+        for tokens in options.tokens:
+            try:
+                yield measure(load_backend(options.backend), options.ranks, tokens)
+            except Exception as failure:
+                yield {"item": f"{options.backend}: {options.ranks} x {tokens} tokens", "status": said(failure)}
+
+    return publish(options.output, common, rows())
 
 
 if __name__ == "__main__":

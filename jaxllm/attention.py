@@ -27,7 +27,6 @@ from jaxllm_kernels.ring import live_steps
 _HEADS = P(BATCH, "sequence", None, None)  # [B, T, heads, head_dim]
 _ROWS = P(BATCH, "sequence")  # [B, T]
 _LSE = P(BATCH, None, "sequence")  # [B, heads, T]
-NVIDIA = ("NVIDIA", "Tesla", "Quadro")  # how its cards call themselves; those before Ampere may lack the maker's name
 _NODE = 8  # GPUs that NVLink joins in the usual machine
 
 
@@ -63,9 +62,9 @@ def _unfit(backend: str, device_kind: str, dtype, head_dim: int) -> str | None:
         return None
     if backend == "hopper" and not is_hopper(device_kind):
         return f"its kernels are for NVIDIA's Hopper GPUs (H100, H200), and the device is {device_kind!r}"
-    if backend in ("triton", "cudnn") and not device_kind.startswith(NVIDIA):
+    if backend in ("triton", "cudnn") and not device_kind.startswith(hardware.NVIDIA):
         return f"its kernels are for NVIDIA GPUs, and the device is {device_kind!r}"
-    capability = compute_capability(device_kind)
+    capability = hardware.compute_capability(device_kind)
     if capability is not None and capability < 8:
         return (
             f"its kernels need compute capability 8.0 (Ampere: A100, A10, RTX 30) or more, and {device_kind!r} has {capability}; "
@@ -82,12 +81,6 @@ def _unfit(backend: str, device_kind: str, dtype, head_dim: int) -> str | None:
     if backend == "cudnn" and head_dim > 128 and capability is not None and capability < 9:
         return f"before Hopper cuDNN takes head dims up to 128, and model.head_dim is {head_dim} on {device_kind!r}"
     return None
-
-
-def compute_capability(device_kind: str) -> float | None:
-    """Of this process's GPUs of that kind, 8.0 for an A100; None where there is none: for a GPU that is only compiled for, its name has to do."""
-    found = (getattr(x, "compute_capability", None) for x in jax.local_devices() if x.device_kind == device_kind)
-    return next((float(x) for x in found if x and x.replace(".", "", 1).isdigit()), None)
 
 
 def choose_backend(config: AttentionConfig, device_kind: str, dtype, head_dim: int) -> str:

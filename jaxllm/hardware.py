@@ -73,3 +73,14 @@ def of(device_kind: str) -> Hardware | None:
     ("cpu" among them)."""
     key = _DEVICE_KINDS.get(device_kind.removeprefix("NVIDIA "))
     return HARDWARE[key] if key else None
+
+
+NVIDIA = ("NVIDIA", "Tesla", "Quadro")  # how its cards call themselves; those before Ampere may lack the maker's name
+
+
+def compute_capability(device_kind: str) -> float | None:
+    """Of this process's GPUs of that kind, 8.0 for an A100; None where there is none: for a GPU that is only compiled for, its name has to do."""
+    import jax
+
+    found = (getattr(x, "compute_capability", None) for x in jax.local_devices() if x.device_kind == device_kind)
+    return next((float(x) for x in found if x and x.replace(".", "", 1).isdigit()), None)

@@ -20,7 +20,6 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxllm import fp8, hardware
-from jaxllm.attention import NVIDIA, compute_capability
 from jaxllm.fp8 import FP8Config
 from jaxllm.section import Section, UserError
 from jaxllm.sharding import AT_REST, IN_USE, axis_size, constrain
@@ -46,7 +45,7 @@ def describe(precision: PrecisionConfig, device_kind: str) -> str:
     if precision.matmul == "compute":
         return line
     card, recipe = hardware.of(device_kind), precision.fp8
-    is_gpu, capability = device_kind.startswith(NVIDIA), compute_capability(device_kind)
+    is_gpu, capability = device_kind.startswith(hardware.NVIDIA), hardware.compute_capability(device_kind)
     multiplies = capability >= 8.9 if capability is not None else card is not None and card.fp8_flops is not None
     if precision.matmul == "float8" and is_gpu and not multiplies:
         has = "is not known to have them" if capability is None and card is None else "has none"

@@ -96,6 +96,8 @@ def merge(graphdef, variables: dict) -> Decoder:
 
 def initial_fp8(config: fp8.FP8Config, abstract: dict) -> dict:
     """{path: Scaling} of tensors of which nothing is known, where `abstract` says that they rest."""
+    if not abstract:
+        return {}
     make = lambda: {path: fp8.initial(config, s.scale.shape) for path, s in abstract.items()}
     return jax.jit(make, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract))()
 

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxllm import attention, checkpoint, fp8, hf, moe, optim
+from jaxllm import attention, checkpoint, fp8, hardware, hf, linear, moe, optim
 from jaxllm import state as states
 from jaxllm.config import Config
 from jaxllm.hub import resolve_model_path
-from jaxllm.linear import describe, dot, gather
+from jaxllm.linear import dot, gather
 from jaxllm.loss import HEAD_NAMES, cross_entropy
 from jaxllm.models import FAMILIES
 from jaxllm.section import UserError
@@ -228,8 +228,8 @@ def make_train_step(graphdef, cfg: Config, *, after_warmup: bool = False):
 def compiler_options(precision) -> dict:
     """XLA's options for this precision on the current mesh's devices, beside those of XLA_FLAGS, which decide where they name the same."""
     device_kind = attention.device_kind()
-    describe(precision, device_kind)  # UserError where these devices cannot do it
-    wanted = FP8_OPTIONS if device_kind.startswith(attention.NVIDIA) and precision.matmul == "float8" else {}
+    linear.describe(precision, device_kind)  # UserError where these devices cannot do it
+    wanted = FP8_OPTIONS if device_kind.startswith(hardware.NVIDIA) and precision.matmul == "float8" else {}
     return {name: value for name, value in wanted.items() if name not in os.environ.get("XLA_FLAGS", "")}
 
 

@@ -12,7 +12,7 @@ import types
 import jax
 import pytest
 
-from benchmarks import attention, gpu, moe, ring
+from benchmarks import attention, fp8_parity, gpu, moe, ring
 
 pytestmark = pytest.mark.version
 
@@ -386,3 +386,22 @@ def test_an_exception_is_said_in_one_line():
     )
     assert attention.said(KeyError()) == "failed: KeyError: "
     assert "a (b 0.5)" in attention.shown({"item": "x", "status": "a", "b": 0.5, "errors": {"hidden": types}})
+
+
+def test_fp8_passes_by_the_spread_of_its_controls_or_half_a_percent_and_nan_never_does():
+    controls = (1.000, 1.004, 0.996)  # sigma 0.4 %, so 1.2 % are allowed; of the other loss 0, so 0.5 %
+
+    def row(run, last, validation):
+        return {"run": run, "last": last, "validation": validation}
+
+    rows = [row(name, loss, 2.0) for name, loss in zip(fp8_parity.CONTROLS, controls, strict=True)]
+    cases = {
+        "a": (1.0119, 2.0, True),
+        "b": (1.0121, 2.0, False),
+        "c": (0.9881, 2.009, True),
+        "d": (1.0, 2.011, False),
+        "e": (1.0, float("nan"), False),
+    }
+    found = fp8_parity.judged([*rows, *(row(name, *losses) for name, (*losses, _) in cases.items())])
+    assert {r["run"]: r["passed"] for r in found[3:]} == {name: passed for name, (*_, passed) in cases.items()}
+    assert all("passed" not in r for r in found[:3])

@@ -21,7 +21,7 @@ dequantise = jax.jit(nf4.dequantise, static_argnums=1)
 @pytest.fixture(scope="module")
 def torch():
     if sys.version_info >= (3, 12):
-        pytest.skip("the extra `test` has torch for Python 3.11 alone")
+        pytest.skip("bitsandbytes needs torch, of which only Python 3.11 gets a CPU build in the extra `test`")
     return pytest.importorskip("torch")
 
 

@@ -11,8 +11,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 FLOORS = [
     {"section"},
     {"sharding", "hardware", "hlo", "hub", "fp8"},
-    {"attention", "exchange", "optim", "nf4"},
-    {"linear", "bnb"},
+    {"linear", "attention", "exchange", "optim", "nf4"},
+    {"bnb"},
     {"grouped_linear"},
     {"layers", "moe"},
     {"models", "models.decoder", "models.llama", "models.mixtral"},
