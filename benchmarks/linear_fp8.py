@@ -1,6 +1,6 @@
 """How much faster are FP8 products than bfloat16 ones on this GPU, with all that FP8 costs: casts, magnitudes, transposes?
 
-    python -m benchmarks.linear_fp8 [--tokens 16384] [--tiny] [--output FILE]
+    python -m benchmarks.linear_fp8 [--tokens 16384] [--output FILE]; --tiny tries the script anywhere
 
 Two kinds of contest, each between the project's own two ways, forward and backward, in turns in one run: one weight of Llama-3.1-8B (`linear.Linear`, its
 gradients and those of its input and scales), and two of its layers with attention (`step.gradients`, remat "none", a vocabulary of 512). Goals on H100 and
@@ -160,17 +160,23 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m benchmarks.linear_fp8", description=__doc__.partition("\n\n")[0])
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--tiny", action="store_true", help="tries the script with tiny sizes, on any device")
-    parser.add_argument("--output", default="benchmarks/results/linear_fp8.jsonl")
+    parser.add_argument("--output", help="by default benchmarks/results/linear_fp8.jsonl")
     options = parser.parse_args(arguments)
+    if options.tiny and not options.output:
+        parser.error("--tiny: a rehearsal's rows do not belong among the results; give --output FILE")
     device, reason = first_device()
     if reason and not options.tiny:
-        print(f"benchmarks.linear_fp8: {reason}; --tiny tries the script on a CPU", file=sys.stderr)
+        print(f"benchmarks.linear_fp8: {reason}; --tiny --output FILE tries the script on a CPU", file=sys.stderr)
         return 2
     import jax
 
     evidence = "rehearsed" if options.tiny else "measured"
     common = {"benchmark": "linear_fp8", "device": device.device_kind, "jax": jax.__version__, "evidence": evidence}
-    return publish(options.output, common, rows(128 if options.tiny else options.tokens, options.tiny))
+    return publish(
+        options.output or "benchmarks/results/linear_fp8.jsonl",
+        common,
+        rows(128 if options.tiny else options.tokens, options.tiny),
+    )
 
 
 if __name__ == "__main__":
