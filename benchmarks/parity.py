@@ -4,10 +4,11 @@
     python -m benchmarks.parity --pairs           # a set of cases in which every pair of values occurs: what CI runs
     python -m benchmarks.parity --only experts=8 remat=attention --sample 500    # a part of the product: with these values, drawn at random
 
-    python -m benchmarks.parity --pairs --matmul float8      # any part of it in FP8 (or "record": float32, and the magnitudes that FP8 would scale by)
+    python -m benchmarks.parity --pairs --matmul float8      # any part of it in FP8
 
 A case is compared with the same rows on one device, in one piece, with nothing recomputed: float32, largest error of the loss (relative) and of
-any gradient tensor (max|a - b| / max|b|; in FP8 by root mean square).
+any gradient tensor (max|a - b| / max|b|; in FP8 by root mean square). "record" is float32 too, with the magnitudes that FP8 would scale by. The one device
+always records, so a case in plain float32 also shows that recording changes nothing.
 
 Not here: whether that one device is right; the tests against transformers say so.
 """
@@ -34,12 +35,14 @@ FACTORS = {
     "window": (None, 9),
     "microbatches": (1, 2),
     "remat": ("none", "dots", "attention", "full", "offload"),
+    "base": (None, "nf4"),  # None: all weights are trained; else adapters beside frozen weights
+    "matmul": ("compute", "record"),
     "length": (64, 57),  # 57 is completed by padding on every mesh with a sequence axis
     "packing": (True, False),  # last: neighbours share a program
 }
 LONG = [  # lengths that fit nothing, and many more tiles than devices
     dict(sequence=n, data=1, expert=1, experts=None, exchange="none", communication="ring", packing=True, window=None, microbatches=1,
-         remat="attention", length=length)
+         remat="attention", base=None, matmul="compute", length=length)
     for length in (7, 4095, 4097)
     for n in (1, 2, 4, 8)
 ]  # fmt: skip
@@ -48,7 +51,7 @@ LONG = [  # lengths that fit nothing, and many more tiles than devices
 # errors of gradients are root mean squares, which few of them do not move and anything that is missing or scaled does.
 ALLOWED = {"compute": (1e-5, 1e-4, 0.0), "record": (1e-5, 1e-4, 1e-5), "float8": (1e-3, 0.02, 0.02)}
 MODEL = (
-    "model.vocab_size=256", "model.hidden_size=64", "model.intermediate_size=96", "model.num_hidden_layers=2",
+    "model.vocab_size=256", "model.hidden_size=64", "model.intermediate_size=128", "model.num_hidden_layers=2",
     "model.num_attention_heads=4", "model.num_key_value_heads=2", "model.max_position_embeddings=8192", "precision.compute=float32",
     "data.global_batch_size=16", "loss.chunk_size=128",
     "model.initializer_range=0.2",  # at 0.02 attention is nearly uniform, and a loss with wrong positions within 1e-5 of the right one
@@ -56,6 +59,8 @@ MODEL = (
 ROUTER = (
     "model.num_experts_per_tok=2", "model.router_aux_loss_coef=0.05", "model.router_jitter_noise=0", "moe.z_loss=0.01",
 )  # fmt: skip
+ADAPTERS = ("lora.rank=4", "lora.dropout=0.1")
+ROUTED = ("lora.target_modules=['q_proj','k_proj','v_proj','o_proj','gate_proj','up_proj','down_proj','router']",)
 
 
 def possible(case):
@@ -110,6 +115,7 @@ def rows(length, packing, num_rows=16, seed=0):
 def program(**case):
     """(mesh, TrainState, compiled gradients of parameters and scales) of a case, whatever its rows hold."""
     import jax
+    import numpy as np
 
     from jaxllm import config, sharding, step
 
@@ -121,6 +127,8 @@ def program(**case):
             f"moe.exchange={case['exchange']}",
             *ROUTER,
         ]
+    if case["base"]:
+        family += [*ADAPTERS, f"lora.base={case['base']}", *(ROUTED if case["experts"] else ())]
     cfg = config.load_config(
         None, *MODEL, *family, f"precision.matmul={case['matmul']}", f"data.seq_len={case['length']}", f"attention.communication={case['communication']}",
         f"optimizer.num_microbatches={case['microbatches']}", f"model.remat={case['remat']}",
@@ -129,7 +137,11 @@ def program(**case):
     mesh = sharding.make_mesh(sharding.MeshConfig(**sizes), jax.devices()[: math.prod(sizes.values())])
     with jax.set_mesh(mesh):
         graphdef, state = step.init_state(cfg)
-    gradients = lambda params, batch, scales: step.gradients(graphdef, params, batch, cfg, 0, scales)
+    for path, b in state.params.items():
+        if path.endswith("lora_b"):  # which is 0 in a new adapter, and hides A
+            drawn = np.random.default_rng(len(path)).normal(0, 0.1, b.shape).astype(b.dtype)
+            state.params[path] = jax.device_put(drawn, b.sharding)
+    gradients = lambda params, frozen, batch, scales: step.gradients(graphdef, params, batch, cfg, 0, scales, frozen)
     return mesh, state, jax.jit(gradients)
 
 
@@ -138,7 +150,7 @@ def observers(case, initial):
     from jaxllm import fp8
 
     if case["matmul"] == "float8":
-        recorded = {key: case[key] for key in ("length", "packing", "window", "experts")}
+        recorded = {key: case[key] for key in SAME}
         initial = fp8.advance(initial, alone(**recorded, matmul="record")[2], fp8.FP8Config())
     return fp8.observed(initial)
 
@@ -153,12 +165,15 @@ def run(case):
     mesh, state, gradients = program(**{key: value for key, value in case.items() if key != "packing"})
     with jax.set_mesh(mesh):
         batch = to_device(rows(case["length"], case["packing"]), case["microbatches"], mesh, window=case["window"])
-        grads, parts = gradients(state.params, batch, observers(case, state.fp8))
+        grads, parts = gradients(state.params, state.frozen, batch, observers(case, state.fp8))
     return float(parts["loss_sum"]), jax.tree.map(np.asarray, grads), jax.tree.map(np.asarray, parts["fp8"])
 
 
+SAME = ("length", "packing", "window", "experts", "base")  # what decides the answer
+
+
 @functools.cache
-def alone(length, packing, window, experts, matmul):
+def alone(matmul, **same):
     plain = {
         "sequence": 1,
         "data": 1,
@@ -168,7 +183,7 @@ def alone(length, packing, window, experts, matmul):
         "microbatches": 1,
         "remat": "none",
     }
-    return run({**plain, "length": length, "packing": packing, "window": window, "experts": experts, "matmul": matmul})
+    return run({**plain, **same, "matmul": matmul})
 
 
 def errors(case):
@@ -176,12 +191,12 @@ def errors(case):
     import numpy as np
 
     loss, grads, seen = run(case)
-    parts = {key: case[key] for key in ("length", "packing", "window", "experts", "matmul")}
-    want_loss, want, want_seen = alone(**parts)
+    parts = {key: case[key] for key in SAME}
+    want_loss, want, want_seen = alone("float8" if case["matmul"] == "float8" else "record", **parts)
     size = (lambda x: np.sqrt(np.mean(x**2))) if case["matmul"] == "float8" else (lambda x: np.abs(x).max())
     error = lambda path: float(size(grads[path] - want[path]) / max(size(want[path]), 1e-8))
     worst = max(want, key=error)
-    apart = (np.abs(seen[path][..., 0] / want_seen[path][..., 0] - 1).max() for path in want_seen)
+    apart = (np.abs(seen[path][..., 0] / want_seen[path][..., 0] - 1).max() for path in seen)
     return (abs(loss - want_loss) / abs(want_loss), error(worst), max(map(float, apart), default=0.0)), worst
 
 
@@ -197,7 +212,9 @@ def main(arguments=None) -> int:
         "--only", nargs="+", default=[], metavar="FACTOR=VALUE", help="only the cases with these values"
     )
     parser.add_argument("--sample", type=int, help="only so many cases, drawn at random (always the same)")
-    parser.add_argument("--matmul", choices=ALLOWED, default="compute", help="precision.matmul, on both sides")
+    parser.add_argument(
+        "--matmul", choices=["float8"], help="precision.matmul of all cases, on both sides, instead of their own"
+    )
     options = parser.parse_args(arguments)
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -217,9 +234,10 @@ def main(arguments=None) -> int:
     if options.sample:
         cases = [cases[n] for n in sorted(random.Random(0).sample(range(len(cases)), options.sample))]
     for number, case in enumerate(cases):
-        found, path = errors(case | {"matmul": options.matmul})
+        case |= {"matmul": options.matmul or case["matmul"]}
+        found, path = errors(case)
         worst = tuple(map(max, worst, found))
-        if not fits(found, options.matmul):
+        if not fits(found, case["matmul"]):
             failed.append(case)
         loss, gradient, amax = found
         print(
@@ -235,7 +253,7 @@ def main(arguments=None) -> int:
         "seconds": round(time.time() - begin),
     }  # fmt: skip
     print(json.dumps(result))
-    if not options.pairs or options.matmul != "compute":  # what CI runs anyway is no result
+    if not options.pairs or options.matmul:  # what CI runs anyway is no result
         with (pathlib.Path(__file__).parent / "results" / "parity.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(result) + "\n")
     return 1 if failed else 0

@@ -1,5 +1,5 @@
 """4-bit weights as bitsandbytes keeps them in checkpoints: six tensors of one matrix to an `nf4.NF4` of numpy and back, the same bytes. Functions over named
-arrays, made for `hf`, which does not call them yet: it refuses quantised folders.
+arrays; `hf` reads files.
 
 A matrix P.weight [outputs, inputs] is P.weight (packed codes, [bytes, 1]) and, with that name before them,
 
@@ -12,7 +12,7 @@ A matrix P.weight [outputs, inputs] is P.weight (packed codes, [bytes, 1]) and, 
 (bitsandbytes 0.50, `QuantState.as_dict`.) The map of absmax, the codebook and the offset are the file's and are kept, for a library of another day may have
 computed them with other last bits.
 
-Not here: FP4, 8 bits (LLM.int8), other sizes of blocks, which are refused by name; config.json's quantization_config.
+Not here: FP4, 8 bits (LLM.int8), other sizes of blocks, which are refused by name.
 """
 
 import json
@@ -43,6 +43,19 @@ class Form(NamedTuple):
 
     dtype: str = "bfloat16"
     storage: np.dtype = np.dtype(np.uint8)
+
+
+def check_config(quantization, where) -> None:
+    """UserError unless `quantization`, a config.json's quantization_config, says NF4 of bitsandbytes. What it says of double quantisation, dtypes and modules
+    left out is not asked: tensors say it of themselves, and compute dtypes are a run's own."""
+    fields = quantization if isinstance(quantization, dict) else {"quant_method": quantization}
+    method, kind = fields.get("quant_method"), fields.get("bnb_4bit_quant_type")
+    if method != "bitsandbytes" or not fields.get("load_in_4bit", fields.get("_load_in_4bit")) or kind != "nf4":
+        said = f"quant_method {method!r}" + (f" with bnb_4bit_quant_type {kind!r}" if method == "bitsandbytes" else "")
+        raise UserError(
+            f'{where}: quantization_config: {said}; of quantised weights only NF4 of bitsandbytes is read (load_in_4bit, bnb_4bit_quant_type "nf4"); use the '
+            "folder of the original float model"
+        )
 
 
 def quantised(names: Iterable[str], where) -> dict[str, list[str]]:

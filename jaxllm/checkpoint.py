@@ -4,7 +4,7 @@
         state        flat dict {"params/layers/...": array, "opt_state/mu/...": array, "step": array}  (orbax)
         data         {"cursors": int64[global_batch_size, 2]}, where each lane of the data stands  (orbax)
         config.toml  the resolved configuration, readable as it is
-        meta.json    format number, step, versions, parameter count, and the size of every file
+        meta.json    format number, step, versions, parameter count, what frozen weights belong to it, and the size of every file
 
 Orbax writes the arrays asynchronously, beside; one rename commits the folder when all of it, meta.json last, is there.
 So a folder named by a number that holds a meta.json was complete once, and the sizes in it tell whether it still is.
@@ -386,9 +386,10 @@ class Checkpoints:
         text = (path / "config.toml").read_text(encoding="utf-8")
         return unflatten(loaded["state"], abstract_state), loaded["data"]["cursors"], text
 
-    def data_fingerprint(self, step: int) -> str | None:
-        """What `save` was told of the data whose position `step` holds."""
-        return _open(self.folder / str(step), self._advice(_scan(self.folder)[0], step)).get("data_fingerprint")
+    def told(self, step: int) -> dict:
+        """{"data_fingerprint", "base"} as `save` was told them at `step`; None where it was not."""
+        meta = _open(self.folder / str(step), self._advice(_scan(self.folder)[0], step))
+        return {name: meta.get(name) for name in ("data_fingerprint", "base")}
 
     def set_aside_after(self, step: int) -> None:
         """Renames every later step, so that a run resumed at an earlier one is not overtaken by the steps it leaves
@@ -399,11 +400,18 @@ class Checkpoints:
                     _set_aside(self.folder / str(later))
 
     def save(
-        self, step: int, state, cursors: np.ndarray, config_text: str, data_fingerprint: str | None = None
+        self,
+        step: int,
+        state,
+        cursors: np.ndarray,
+        config_text: str,
+        data_fingerprint: str | None = None,
+        base: dict | None = None,
     ) -> None:
         """Begins to save `step` and returns as soon as the arrays are copied from the devices: `state` may be donated
         at once.
 
+        base: what frozen weights, which are not saved, are known by; `told` gives it back.
         `cursors`: int64[global_batch_size, 2], >= 0 in the rows whose lanes this process serves, -1 in the others. An
         earlier save is awaited first; SaveError when it failed, or when this one cannot begin. A step that is already
         on disk is not written twice.
@@ -413,7 +421,7 @@ class Checkpoints:
             return
         flat = flatten(state)
         meta = {"step": step, "parameters": sum(int(a.size) for n, a in flat.items() if n.startswith("params/"))}
-        meta["data_fingerprint"] = data_fingerprint
+        meta |= {"data_fingerprint": data_fingerprint, "base": base}
         partial = _beside(self.folder / str(step))
         try:
             if not self.folder.is_dir():
@@ -516,6 +524,11 @@ def load_params(folder: str | os.PathLike, abstract: dict | None = None) -> tupl
     loaded = _load_arrays(path, {"state": {f"params/{name}": leaf for name, leaf in abstract.items()}}, partial=True)
     params = {name: loaded["state"][f"params/{name}"] for name in abstract}
     return params, (path / "config.toml").read_text(encoding="utf-8")
+
+
+def meta(folder: str | os.PathLike) -> dict:
+    """meta.json of a checkpoint's folder, checked."""
+    return _open(pathlib.Path(folder), "give the folder of another step")
 
 
 def find(folder: str | os.PathLike) -> pathlib.Path:

@@ -26,12 +26,13 @@ from typing import Any, NamedTuple
 
 import pydantic
 
-from jaxllm import fp8
+from jaxllm import bnb, fp8, lora
 from jaxllm.attention import AttentionConfig
 from jaxllm.checkpoint import CheckpointConfig
 from jaxllm.data import DataConfig, EvaluationConfig, packing_of
 from jaxllm.hub import resolve_model_path
 from jaxllm.linear import PrecisionConfig
+from jaxllm.lora import LoRAConfig
 from jaxllm.loss import LossConfig
 from jaxllm.metrics import LoggingConfig
 from jaxllm.models import FAMILIES
@@ -55,6 +56,7 @@ class Config(Section):
     model: ModelConfig = pydantic.Field(default_factory=ModelConfig)
     mesh: MeshConfig = pydantic.Field(default_factory=MeshConfig)
     precision: PrecisionConfig = pydantic.Field(default_factory=PrecisionConfig)
+    lora: LoRAConfig = pydantic.Field(default_factory=LoRAConfig)
     attention: AttentionConfig = pydantic.Field(default_factory=AttentionConfig)
     moe: MoEConfig = pydantic.Field(default_factory=MoEConfig)
     loss: LossConfig = pydantic.Field(default_factory=LossConfig)
@@ -114,12 +116,19 @@ def load_config(path: str | Path | None, *overrides: str, resolve_path: bool = T
     wanted = {**{key: setting.value for key, setting in settings.items()}, **dict(assignments)}
     folder, unknown_model = {}, False
     if resolve_path and isinstance(wanted.get(("model", "path")), str):
+        reads_bits = wanted.get(("lora", "base")) == "nf4" and wanted.get(("lora", "rank")) is not None
         try:
-            folder = _folder_settings(wanted[("model", "path")], wanted.get(("model", "revision")))
+            folder = _folder_settings(wanted[("model", "path")], wanted.get(("model", "revision")), reads_bits)
         except UserError as error:
             unknown_model = True
             problems.append(str(error))
-    settings = {**folder, **settings}
+    adapter = {}
+    if resolve_path and isinstance(wanted.get(("model", "adapter")), str):
+        try:
+            adapter = _adapter_settings(wanted[("model", "adapter")])
+        except UserError as error:
+            problems.append(str(error))
+    settings = {**folder, **adapter, **settings}
     for key, value in assignments:
         _assign(settings, key, value)
     if ("model", "revision") in folder:  # the commit that was found, also where a branch was asked for
@@ -247,13 +256,19 @@ FREE_BESIDE_A_FOLDER = NOT_IN_A_FOLDER | {
 }  # fmt: skip
 
 
-def _folder_settings(path: str, revision: Any) -> dict[Key, Setting]:
+def _folder_settings(path: str, revision: Any, reads_bits: bool) -> dict[Key, Setting]:
     folder, found_revision = resolve_model_path(path, revision if isinstance(revision, str) else None, weights=False)
     file = folder / "config.json"
     if not file.exists() and (saved := folder / "config.toml").exists():  # a checkpoint of jaxllm
+        config = load_config(saved, resolve_path=False)
+        if config.lora.rank is not None:
+            raise UserError(
+                f"model.path: {folder} holds adapters alone; give the model that they were trained on ({config.model.path!r}), and as model.adapter the folder "
+                "that python -m jaxllm.convert to-hf makes of them"
+            )
         return {
             key: Setting(value, str(saved))
-            for key, value in _values(load_config(saved, resolve_path=False)).items()
+            for key, value in _values(config).items()
             if key[0] == "model" and value is not None and key[-1] not in NOT_IN_A_FOLDER
         }
     try:
@@ -269,12 +284,29 @@ def _folder_settings(path: str, revision: Any) -> dict[Key, Setting]:
     if family not in FAMILIES:
         raise UserError(f"model.path: {file} has model_type = {family!r}; supported are {', '.join(FAMILIES)}")
     try:
+        if quantization := hf.pop("quantization_config", None):
+            bnb.check_config(quantization, "config.json")
+            if not reads_bits:
+                raise UserError(
+                    "config.json: quantization_config: the weights are in 4 bits (bitsandbytes NF4), which only adapters are trained on: set lora.rank and "
+                    'lora.base = "nf4", or use the folder of the original float model'
+                )
         fields = {**FAMILIES[family].config_from_hf(hf), "family": family}
     except UserError as error:
         raise UserError(f"model.path: {file}: {error}") from None
     if found_revision:
         fields["revision"] = found_revision
     return {("model", name): Setting(value, str(file)) for name, value in fields.items()}
+
+
+def _adapter_settings(path: str) -> dict[Key, Setting]:
+    file = Path(path) / "adapter_config.json"
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.adapter: {path!r} is no PEFT folder: {file.name} cannot be read: {error}") from None
+    found = lora.from_peft(fields) if isinstance(fields, dict) else {}
+    return {("lora", name): Setting(value, str(file)) for name, value in found.items()}
 
 
 def _contradictions(folder: dict[Key, Setting], settings: dict[Key, Setting]) -> list[str]:
@@ -320,7 +352,15 @@ def _conflicts(config: Config, num_devices: int | None) -> list[str]:
         "model.num_attention_heads x model.head_dim": config.model.num_attention_heads * config.model.head_dim,
         "model.num_key_value_heads x model.head_dim": config.model.num_key_value_heads * config.model.head_dim,
     }
-    precision = config.precision
+    precision, experts = config.precision, config.model.num_local_experts is not None
+    conflicts += lora.check(
+        config.lora, config.model.adapter, experts, {name: widths[name] for name in list(widths)[:3]}
+    )
+    if config.lora.rank is not None and config.checkpoint.export not in (None, "float32"):
+        conflicts.append(
+            f'checkpoint.export: "{config.checkpoint.export}", but adapters are written as float32, which PEFT keeps them in; set it to "float32" (python -m '
+            "jaxllm.convert to-hf --merge writes merged models in any dtype)"
+        )
     conflicts += fp8.check(precision.fp8, precision.matmul, config.model.num_hidden_layers, config.steps, widths)
     lengths = [("data.seq_len", config.data.seq_len, "shorten the rows")]
     if config.evaluation.prompt is not None:
@@ -559,7 +599,7 @@ def _shown(value: Any) -> str:
 
 # Changing these leaves the maths alone: where things are, how the work is cut and spread, what is reported and kept.
 HARMLESS = (
-    "output_dir", "steps", "mesh", "model.path", "model.revision", "model.remat", "data.path", "checkpoint", "logging",
+    "output_dir", "steps", "mesh", "model.path", "model.revision", "model.adapter", "model.remat", "data.path", "checkpoint", "logging",
     "evaluation", "optimizer.num_microbatches", "optimizer.moments_memory", "optimizer.max_bad_steps", "attention", "moe.exchange",
     "moe.backend", "loss.chunk_size",
     "data.workers", "data.cache", "data.tokenizer",  # what the tokenizer holds is in the fingerprint of the data

@@ -5,6 +5,9 @@ is missing or damaged is reported before DST is made, DST appears when it is com
 
 Dtypes: by default both directions keep what they find, so that from-hf followed by to-hf gives the same bytes. A
 checkpoint of a training run holds float32 masters; say --dtype bfloat16 for the usual half-sized export.
+
+Adapters: a checkpoint of a LoRA run becomes a PEFT folder, always float32; or with --merge a model, in which they are added to their base, the original one or
+what they were trained on (4 bits made floats again). from-hf --adapter adds those of a PEFT folder to the model that it reads.
 """
 
 import argparse
@@ -18,12 +21,12 @@ from pathlib import Path
 from jaxllm.section import UserError
 
 
-def from_hf(source: str, destination, dtype: str | None = None) -> None:
+def from_hf(source: str, destination, dtype: str | None = None, adapter: str | None = None) -> None:
     """Hugging Face folder (or hub name) -> params-only checkpoint with the tokenizer's files. dtype: of all arrays;
-    None: that of the folder's tensors, float32 where they differ. NaN is a warning here."""
+    None: that of the folder's tensors, float32 where they differ. NaN is a warning here. adapter: PEFT folder to be merged in."""
     import jax
 
-    from jaxllm import checkpoint, hf
+    from jaxllm import checkpoint, hf, peft
     from jaxllm.config import dump, load_config
     from jaxllm.hub import resolve_model_path
     from jaxllm.models import FAMILIES
@@ -40,10 +43,15 @@ def from_hf(source: str, destination, dtype: str | None = None) -> None:
     with jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:1])):
         wanted = {
             path: jax.ShapeDtypeStruct(array.shape, dtype, sharding=array.sharding)
-            for path, array in declare(config.model, config.precision, config.attention, config.moe)[1].items()
+            for path, array in declare(config.model, config.precision, config.attention, config.moe).params.items()
         }
         weights = FAMILIES[config.model.family].hf_weights(config.model)
+        found = None if adapter is None else peft.read(adapter, weights, wanted)
         params = hf.load_params(model, weights, wanted, on_nan="warn")
+    if found is not None:
+        settings, arrays = found
+        params, count = peft.merge_params(params, arrays, settings.scale)
+        print(f"{count} matrices of {source} have the adapters of {adapter} merged in (scale {settings.scale:g})")
     partial = destination.with_name(f".{destination.name}.partial-{os.getpid()}")
     try:
         checkpoint.save_params(partial, params, dump(config))
@@ -53,12 +61,11 @@ def from_hf(source: str, destination, dtype: str | None = None) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def to_hf(source, destination, dtype: str | None = None) -> None:
-    """Checkpoint (a step's folder, or a run's: its newest step) -> Hugging Face folder. dtype: of all tensors;
-    None: that of the checkpoint's parameters."""
-    from jaxllm import checkpoint, hf
+def to_hf(source, destination, dtype: str | None = None, merge: str | None = None) -> None:
+    """Checkpoint (a step's folder, or a run's: its newest step) -> Hugging Face folder; of adapters a PEFT folder, or with `merge` ("original" or
+    "dequantised", the base that they are added to) a model. dtype: of all tensors; None: that of the checkpoint's parameters, or of the base's."""
+    from jaxllm import checkpoint, hf, peft
     from jaxllm.config import load_config
-    from jaxllm.hub import resolve_model_path
     from jaxllm.models import FAMILIES
 
     destination = _free(destination)
@@ -66,7 +73,33 @@ def to_hf(source, destination, dtype: str | None = None) -> None:
     config = load_config(found / "config.toml", resolve_path=False)
     family = FAMILIES[config.model.family]
     params, _ = checkpoint.load_params(found)
+    has_adapters = config.lora.rank is not None
+    if merge and not has_adapters:
+        raise UserError(f"--merge: {found} holds no adapters but a whole model; leave it out")
+    if has_adapters and not merge:
+        if dtype not in (None, "float32"):
+            raise UserError(
+                f"--dtype: {dtype}, but adapters are written as float32, which PEFT keeps them in; leave it out"
+            )
+        peft.write(destination, family.hf_weights(config.model), config.lora, params, config.model.path or "")
+        return
+    if merge:
+        params, dtype = merged(config, found, params, merge, dtype)
     dtypes = {str(array.dtype) for array in params.values()}
+    hf.save_folder(
+        params,
+        family.hf_weights(config.model),
+        family.config_to_hf(config.model),
+        destination,
+        dtype=dtype or (dtypes.pop() if len(dtypes) == 1 else "float32"),
+        tokenizer_folder=_tokenizer_folder(config, found),
+    )
+
+
+def _tokenizer_folder(config, found: Path) -> Path | None:
+    from jaxllm import checkpoint
+    from jaxllm.hub import resolve_model_path
+
     trained = found.parents[1] / "tokenizer" if found.parent.name == checkpoint.FOLDER else found
     places = [Path(p) for p in (config.data.tokenizer, trained, found, config.model.path) if p]
     places = [p.parent if p.is_file() else p for p in places]
@@ -77,14 +110,75 @@ def to_hf(source, destination, dtype: str | None = None) -> None:
     tokenizer = next((p for p in places if (p / "tokenizer.json").is_file()), None)
     if tokenizer is None:
         print("no tokenizer was found beside the checkpoint; the folder is written without one")
-    hf.save_folder(
-        params,
-        family.hf_weights(config.model),
-        family.config_to_hf(config.model),
-        destination,
-        dtype=dtype or (dtypes.pop() if len(dtypes) == 1 else "float32"),
-        tokenizer_folder=tokenizer,
+    return tokenizer
+
+
+def merged(config, found: Path, adapters: dict, onto: str, dtype: str | None = None) -> tuple[dict, str]:
+    """({path: numpy array} of the model with `adapters` added to its "original" or "dequantised" base, their dtype). UserError where the base is not the one
+    that the checkpoint `found` names. Prints how many matrices were merged, and how far the logits of what is written are from those that were trained."""
+    import jax
+    import ml_dtypes  # noqa: F401 (numpy then knows bfloat16 by name)
+    import numpy as np
+
+    from jaxllm import checkpoint, frozen, hf, peft, step, weights
+    from jaxllm.hub import resolve_model_path
+    from jaxllm.lora import NO_ADAPTERS
+    from jaxllm.models import FAMILIES
+    from jaxllm.sharding import MeshConfig, make_mesh
+
+    where = config.model.path
+    in_float32 = config.precision.model_copy(update={"compute": "float32", "matmul": "compute", "param": "float32"})
+    config = config.model_copy(update={"precision": in_float32})
+    whole = config.model_copy(update={"lora": NO_ADAPTERS})
+    with jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:1])):
+        declared = weights.declare(config)
+        kept = weights.load_frozen(config, declared)
+        saved = checkpoint.meta(found).get("base")
+        if saved is not None and saved["checksum"] != (now := weights.checksum(kept)):
+            raise UserError(
+                f"{where}: not the weights that these adapters were trained on (checksum {saved['checksum']}, and here {now}); bring back {saved['path']}"
+            )
+        state = step.TrainState(None, adapters, kept, {}, ())
+        tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, (1, 64)).astype(np.int32)
+        logits = lambda graphdef, state: np.asarray(step.logits(graphdef, state, tokens))
+        trained = logits(declared.graphdef, state)
+        plain = weights.declare(whole)
+        if onto == "original":
+            source = Path(where) if where and Path(where).is_dir() else None
+            if where is not None and source is None:
+                source, _ = resolve_model_path(where, config.model.revision)
+            is_folder = source is not None and (source / "config.json").is_file()
+            if is_folder and "quantization_config" in json.loads((source / "config.json").read_text(encoding="utf-8")):
+                raise UserError(
+                    f"--merge: original: {where} is itself in 4 bits, so the original weights are not there; say --merge dequantised"
+                )
+            dtype = dtype or str(hf.ModelFolder(source).dtype if is_folder else "float32")
+            in_dtype = lambda like: jax.ShapeDtypeStruct(like.shape, dtype, sharding=like.sharding)
+            wanted = plain._replace(params={path: in_dtype(like) for path, like in plain.params.items()})
+            base = weights.load(whole, wanted)[0]
+        else:
+            dtype, base = dtype or "bfloat16", frozen.joined(kept)
+        # One after the other, for the whole model in float32 may be more than there is room for.
+        floats, count, table = {}, 0, peft.targets(FAMILIES[config.model.family].hf_weights(config.model))
+        for path, like in plain.params.items():
+            weight = np.asarray(
+                frozen.dequantised(base.pop(path), like.shape) if onto == "dequantised" else base.pop(path)
+            )
+            own = {name: adapters[name] for name in (peft.paths(path) if path in table else ()) if name in adapters}
+            weight, added = peft.merge_params({path: weight}, own, config.lora.scale)
+            floats[path], count = hf.cast(weight[path], np.dtype(dtype), path), count + added
+        written = logits(plain.graphdef, step.TrainState(None, floats, {}, {}, ()))
+    named = (
+        f"the original weights of {where}"
+        if onto == "original"
+        else f"{where} as it was trained on ({config.lora.base}, made floats again)"
     )
+    apart = np.abs(written - trained)
+    print(
+        f"{count} matrices merged into {named}, as {dtype}. On 64 random tokens its logits (in float32) differ from those of base and adapters as trained by "
+        f"at most {apart.max():.3g}, by {np.sqrt((apart**2).mean()):.3g} in root mean square; their standard deviation is {trained.std():.3g}"
+    )
+    return floats, dtype
 
 
 def _free(destination) -> Path:
@@ -97,30 +191,44 @@ def _free(destination) -> Path:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jaxllm.convert", description=__doc__.partition("\n\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
+    made = {}
     for name, function, source, text in (
         ("from-hf", from_hf, "SRC", "Hugging Face folder (or owner/model on the hub) to a checkpoint"),
-        ("to-hf", to_hf, "CKPT", "checkpoint, or a run's newest one, to a Hugging Face folder"),
+        (
+            "to-hf",
+            to_hf,
+            "CKPT",
+            "checkpoint, or a run's newest one, to a Hugging Face folder, or of adapters to a PEFT folder",
+        ),
     ):
-        command = commands.add_parser(name, help=text, description=text)
+        command = made[name] = commands.add_parser(name, help=text, description=text)
         command.add_argument("source", metavar=source)
         command.add_argument("destination", metavar="DST", help="must not exist, or be an empty folder")
         command.add_argument(
             "--dtype", choices=("float32", "bfloat16", "float16"), help="of all tensors written (default: as they are)"
         )
         command.set_defaults(function=function)
-    options = parser.parse_args(arguments)
+    made["from-hf"].add_argument("--adapter", metavar="DIR", help="PEFT folder to be merged in")
+    made["to-hf"].add_argument(
+        "--merge",
+        choices=("original", "dequantised"),
+        help="add adapters to their base and write a model: to the original weights, or to those that they were trained on, made floats again",
+    )
+    options = vars(parser.parse_args(arguments))
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.getLogger("jaxllm").setLevel(logging.INFO)
+    function, destination = options.pop("function"), options["destination"]
+    del options["command"]
     try:
-        options.function(options.source, options.destination, options.dtype)
+        function(**options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"fault: {options.destination} was not written: {error}", file=sys.stderr)
+        print(f"fault: {destination} was not written: {error}", file=sys.stderr)
         return 1
-    print(f"wrote {options.destination}")
+    print(f"wrote {destination}")
     return 0
 
 

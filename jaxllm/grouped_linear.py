@@ -11,6 +11,10 @@ each is quantised once, and its FP8 bytes are transposed where the other order i
 K, N], which is the order that the gradient of the rows reads. Gathering the other order too would move as many bytes over the links between devices as the
 transposition writes to memory, which is several times as fast.
 
+A frozen weight (`frozen`) is gathered in the form in which it rests, and made a matrix of on the device that multiplies, all of its experts at once. Adapters
+of experts are so narrow that one product with those of all experts held, masked to each row's own, costs less than a grouped kernel would: experts held x rank
+columns (128 for Mixtral at rank 16) beside thousands.
+
 Not here: how rows come to their experts (`exchange`), and what multiplies on one device (`jaxllm_kernels.grouped`).
 """
 
@@ -23,8 +27,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
-from jaxllm import fp8
-from jaxllm.linear import PrecisionConfig, gather
+from jaxllm import fp8, frozen
+from jaxllm.linear import PrecisionConfig, dot, gather
+from jaxllm.lora import NO_ADAPTERS, LoRAConfig, dropout, parameters
 from jaxllm.section import UserError
 from jaxllm.sharding import AT_REST, AXES, IN_USE, axis_size, spec
 from jaxllm_kernels import grouped
@@ -85,6 +90,105 @@ def _summed(dw, names, table):
 
 
 grouped_matmul.defvjp(_grouped_forward, _grouped_backward)
+
+
+# --- frozen weights, and adapters -------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+def frozen_grouped_matmul(rows, sizes, weight, names, everywhere, compute, backend):
+    """`grouped_matmul` by a weight that has no gradient, in any form of `frozen`, whose dims are named `names` whatever its form."""
+    return _frozen_forward(rows, sizes, weight, names, everywhere, compute, backend)[0]
+
+
+def _frozen_product(rows, sizes, used, names, everywhere, compute, backend, backward):
+    def local(rows, sizes, used):
+        w, transposed = frozen.matrix(used, 1, compute, num_leading=1)
+        options = dict(backend=backend, transposed=transposed != backward)
+        return grouped.forward(rows[0].astype(compute), w, sizes[0], **options)[None]
+
+    specs = (_ROWS, _ROWS, frozen.split(used, names, _in_use(names, everywhere)))
+    return jax.shard_map(local, in_specs=specs, out_specs=_ROWS, check_vma=False)(rows, sizes, used)
+
+
+def _frozen_forward(rows, sizes, weight, names, everywhere, compute, backend):
+    used = frozen.gather(weight, names, compute, _in_use(names, everywhere))
+    y = _frozen_product(rows, sizes, used, names, everywhere, compute, backend, backward=False)
+    return y, (sizes, used, jnp.zeros((0,), rows.dtype))
+
+
+def _frozen_backward(names, everywhere, compute, backend, residuals, dy):
+    sizes, used, like = residuals
+    dx = _frozen_product(dy, sizes, used, names, everywhere, compute, backend, backward=True)
+    return dx.astype(like.dtype), None, None
+
+
+frozen_grouped_matmul.defvjp(_frozen_forward, _frozen_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7, 8))
+def grouped_adapted(rows, sizes, a, b, names, everywhere, scale, compute, reduce):
+    """scale * (rows A) B, each row by its expert's: a [experts, K, r], b [experts, r, N], beside a weight with dims `names` -> [devices, R, N]."""
+    return _adapted_forward(rows, sizes, a, b, names, everywhere, scale, compute, reduce)[0]
+
+
+def _adapter_names(names):
+    return (*names[:2], "rank"), (names[0], "rank", names[2])
+
+
+def _own(inner, sizes):
+    """inner [R, experts held * r], of which each row keeps what is its expert's; rows of nobody keep nothing."""
+    ends = jnp.cumsum(sizes)
+    row = jax.lax.broadcasted_iota(jnp.int32, (inner.shape[0], 1), 0)
+    mine = (row < ends[None]) & (row >= (ends - sizes)[None])
+    inner = inner.reshape(-1, len(sizes), inner.shape[1] // len(sizes))
+    return jnp.where(mine[..., None], inner, jnp.zeros((), inner.dtype)).reshape(len(row), -1)
+
+
+def _beside(a):
+    """A of all experts [experts, K, r] side by side: [K, experts * r]."""
+    return a.swapaxes(0, 1).reshape(a.shape[1], -1)
+
+
+def _adapted_forward(rows, sizes, a, b, names, everywhere, scale, compute, reduce):
+    table = _in_use(names, everywhere)
+    ab = tuple(
+        checkpoint_name(gather(w, own, compute, table), "gathered")
+        for w, own in zip((a, b), _adapter_names(names), strict=True)
+    )
+
+    def local(rows, sizes, a, b):
+        inner = _own(dot(rows[0].astype(compute), _beside(a), ((1,), (0,)), compute), sizes[0])
+        inner *= jnp.asarray(scale, compute)
+        return dot(inner, b.reshape(-1, b.shape[2]), ((1,), (0,)), compute)[None], inner[None]
+
+    specs = (_ROWS, _ROWS, *(spec(table, own) for own in _adapter_names(names)))
+    y, inner = jax.shard_map(local, in_specs=specs, out_specs=(_ROWS, _ROWS), check_vma=False)(rows, sizes, *ab)
+    return y, (rows, sizes, *ab, inner, jnp.zeros((0,), a.dtype))
+
+
+def _adapted_backward(names, everywhere, scale, compute, reduce, residuals, dy):
+    rows, sizes, a, b, inner, like = residuals
+    table, (of_a, of_b) = _in_use(names, everywhere), _adapter_names(names)
+    rest = reduce if compute == "bfloat16" else "float32"
+
+    def local(rows, sizes, a, b, inner, dy):
+        x, dy, (held, K, r) = rows[0].astype(compute), dy[0], a.shape
+        d_inner = _own(dot(dy, b.reshape(-1, b.shape[2]), ((1,), (1,)), compute), sizes[0])
+        d_inner *= jnp.asarray(scale, compute)
+        dx = dot(d_inner, _beside(a), ((1,), (1,)), compute)
+        da = dot(x, d_inner, ((0,), (0,)), rest).astype(reduce).reshape(K, held, r).swapaxes(0, 1)
+        db = dot(inner[0], dy, ((0,), (0,)), rest).astype(reduce).reshape(b.shape)
+        return dx.astype(rows.dtype)[None], _summed(da, of_a, table), _summed(db, of_b, table)
+
+    specs = (_ROWS, _ROWS, spec(table, of_a), spec(table, of_b), _ROWS, _ROWS)
+    results = (_ROWS, spec(AT_REST, of_a), spec(AT_REST, of_b))
+    both = jax.shard_map(local, in_specs=specs, out_specs=results, check_vma=False)
+    dx, da, db = both(rows, sizes, a, b, inner, dy)
+    return dx, None, da.astype(like.dtype), db.astype(like.dtype)
+
+
+grouped_adapted.defvjp(_adapted_forward, _adapted_backward)
 
 
 # --- in FP8 -----------------------------------------------------------------------------------------------------------
@@ -232,22 +336,36 @@ class GroupedLinear(nnx.Module):
         experts: int,
         name: str,
         rngs: nnx.Rngs,
+        lora: LoRAConfig = NO_ADAPTERS,
         stddev=0.02,
     ):
         self.names, self.name = ("experts", *inputs, *outputs), name
         self.compute, self.reduce = precision.compute, precision.gradient_reduce
-        shape = (experts, *inputs.values(), *outputs.values())
-        self.kernel = nnx.Param(stddev * jax.random.normal(rngs.params(), shape, precision.param), axes=self.names)
+        self.shape, key = (experts, *inputs.values(), *outputs.values()), rngs.params()
+        self.kernel = frozen.kernel(lora, precision.param, self.shape, self.names, 1, stddev, key, num_leading=1)
         self.multiply = precision.matmul
         self.scales = None if precision.matmul == "compute" else fp8.observers(experts)
+        self.lora = lora
+        self.lora_a, self.lora_b = parameters(lora, name, inputs, outputs, precision.param, key, experts)
 
-    def __call__(self, rows, sizes, *, everywhere, backend):
-        """rows [devices, R, K], sizes i32[devices, experts held] -> [devices, R, N]; see `grouped_matmul`, and `fp8_grouped_matmul`."""
-        static, kernel = (self.names, everywhere, self.compute, self.reduce, backend), self.kernel.get_value()
-        if self.multiply == "compute":
-            y = grouped_matmul(rows, sizes, kernel, *static)
-        else:
-            scales, seen = fp8.opened(self.scales)
-            records_only = self.multiply == "record"
-            y = fp8_grouped_matmul(rows, sizes, kernel, scales, *static, seen=seen, records_only=records_only)
+    def __call__(self, rows, sizes, *, everywhere, backend, noise=None):
+        """rows [devices, R, K], sizes i32[devices, experts held] -> [devices, R, N]; see `grouped_matmul`, and `fp8_grouped_matmul`. noise: for the adapters'
+        dropout; see `noise`."""
+        y = self._product(rows, sizes, everywhere, backend)
+        if self.lora_a is not None:
+            rows, ab = dropout(rows, noise, self.lora, self.name), (self.lora_a.get_value(), self.lora_b.get_value())
+            static = (self.names, everywhere, self.lora.scale, self.compute, self.reduce)
+            with jax.named_scope("adapter"):
+                y += grouped_adapted(rows, sizes, *ab, *static)
         return checkpoint_name(y, self.name)
+
+    def _product(self, rows, sizes, everywhere, backend):
+        weight, static = frozen.value(self.kernel), (everywhere, self.compute, self.reduce, backend)
+        if self.multiply == "compute" and self.lora.rank is not None:
+            return frozen_grouped_matmul(rows, sizes, weight, self.names, everywhere, self.compute, backend)
+        if self.multiply == "compute":
+            return grouped_matmul(rows, sizes, weight, self.names, *static)
+        scales, seen = fp8.opened(self.scales)
+        kernel, names = frozen.opened(weight, self.names, 1, self.shape, self.compute)
+        how = dict(seen=seen, records_only=self.multiply == "record")
+        return fp8_grouped_matmul(rows, sizes, kernel, frozen.scales(weight, scales), names, *static, **how)

@@ -21,21 +21,25 @@ import re
 import shutil
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 
 import jax
 import ml_dtypes
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from jaxllm import bnb, nf4
+from jaxllm.nf4 import NF4
 from jaxllm.section import UserError
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {name: np.dtype(t) for name, t in
           {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}.items()}  # fmt: skip
+_BYTES = {**DTYPES, "U8": np.dtype(np.uint8)}  # what a file may hold besides weights as they are
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
@@ -55,18 +59,22 @@ _LISTED = 20
 def read_config(folder) -> dict:
     """config.json of a model folder as it stands. UserError where there is none, where it is no JSON object, and where
     it says that the weights are already quantised."""
-    folder = _existing(folder)
+    folder = existing_folder(folder)
     path = folder / "config.json"
     if (folder / "adapter_config.json").is_file() and not path.is_file():
         raise UserError(f"{folder}: a PEFT adapter (adapter_config.json); give the folder of its base model")
     if not path.is_file():
-        raise UserError(f"{folder}: no config.json, so no Hugging Face model folder. It holds: {_contents(folder)}")
-    config = _read_json(path)
+        raise UserError(f"{folder}: no config.json, so no Hugging Face model folder. It holds: {contents(folder)}")
+    config = read_json(path)
     if quantised := config.get("quantization_config"):
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         raise UserError(
-            f"{path}: quantization_config: the weights are already quantised ({method}), and such folders are not "
-            "supported. Use the folder of the original float model."
+            f"{path}: quantization_config: the weights are already quantised ({method}). Use the folder of the original float model"
+            + (
+                '; only training with lora.base = "nf4" reads 4-bit weights of bitsandbytes'
+                if method == "bitsandbytes"
+                else ""
+            )
         )
     return config
 
@@ -84,7 +92,7 @@ class Tensor:
     def blocks(self, num_rows: int, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
         """Cuts the tensor into `num_rows` equal rows and yields (first row, [rows, elements]) of start to stop, some
         MiB at a time. An array is valid until the next one is asked for."""
-        dtype, stop = DTYPES[self.dtype], num_rows if stop is None else stop
+        dtype, stop = _BYTES[self.dtype], num_rows if stop is None else stop
         row_bytes = math.prod(self.shape) // num_rows * dtype.itemsize
         step = min(max(1, _BLOCK // row_bytes), stop - start)
         buffer = np.empty(step * row_bytes, np.uint8)
@@ -99,6 +107,14 @@ class Tensor:
                     done += count
                 yield first, np.frombuffer(view, dtype).reshape(-1, row_bytes // dtype.itemsize)
 
+    def whole(self) -> np.ndarray:
+        """The tensor in host memory."""
+        array = np.empty(self.shape, _BYTES[self.dtype])
+        rows = array.reshape(array.shape[0] if array.ndim else 1, -1)
+        for first, block in self.blocks(len(rows)):
+            rows[first : first + len(block)] = block
+        return array
+
 
 class ModelFolder:
     """The tensors of a model folder, single or sharded. Opening it reads headers only, and refuses what is damaged,
@@ -107,12 +123,12 @@ class ModelFolder:
     path: Path; tensors: dict[str, Tensor]."""
 
     def __init__(self, folder):
-        self.path = _existing(folder)
+        self.path = existing_folder(folder)
         files, index = _files(self.path)
         held, found, faults = Counter(index.values()), {}, []
         for file in files:
             try:
-                found[file] = _read_header(self.path / file)
+                found[file] = read_header(self.path / file)
             except UserError as error:
                 faults.append(str(error) + (f" (by the index it should hold {held[file]} tensors)" if held else ""))
         if faults:
@@ -120,7 +136,7 @@ class ModelFolder:
         self.tensors: dict[str, Tensor] = {}
         for tensors in found.values():
             if twice := tensors.keys() & self.tensors.keys():
-                raise UserError(f"{self.path}: two files hold {_some(sorted(twice))}; remove the stale one")
+                raise UserError(f"{self.path}: two files hold {some(sorted(twice))}; remove the stale one")
             self.tensors |= tensors
         lost = [
             f"{name}: by the index in {file} (which should hold {held[file]} tensors), "
@@ -129,7 +145,7 @@ class ModelFolder:
             if name not in found[file]
         ]
         if lost:
-            raise UserError(f"{self.path / INDEX} and the files there disagree:\n{_listing(lost)}\nFetch all again.")
+            raise UserError(f"{self.path / INDEX} and the files there disagree:\n{listing(lost)}\nFetch all again.")
         self.tensors = _experts_apart(self.tensors)
 
     @property
@@ -146,7 +162,7 @@ def _experts_apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     fused_names = [name for name in tensors if ".mlp.experts." in name]
     if fused_names and (separate := [name for name in tensors if ".block_sparse_moe.experts." in name]):
         raise UserError(
-            f"{tensors[fused_names[0]].file.parent}: holds experts twice, fused ({_some(fused_names)}) and one by one ({_some(separate)}); remove "
+            f"{tensors[fused_names[0]].file.parent}: holds experts twice, fused ({some(fused_names)}) and one by one ({some(separate)}); remove "
             "the files of one layout"
         )
     for name, tensor in tensors.items():
@@ -178,41 +194,41 @@ def _files(folder: Path) -> tuple[list[str], dict[str, str]]:
     shards = [m for m in (re.fullmatch(r"(.+)-\d{5}-of-(\d{5})\.safetensors", name) for name in present) if m]
     index = {}
     if (folder / INDEX).is_file():
-        index = _read_json(folder / INDEX).get("weight_map")
+        index = read_json(folder / INDEX).get("weight_map")
         if not isinstance(index, dict) or not index or any(str(f) != Path(str(f)).name for f in index.values()):
             raise UserError(f"{folder / INDEX}: wanted a weight_map from tensor names to names of files in this folder")
         held = Counter(index.values())
         used = sorted(held)
         if absent := [f"{name} (should hold {held[name]} tensors)" for name in used if name not in present]:
-            raise UserError(f"{folder / INDEX} names files that are not there; fetch them:\n{_listing(absent)}")
+            raise UserError(f"{folder / INDEX} names files that are not there; fetch them:\n{listing(absent)}")
     elif shards:
         used, series = [m[0] for m in shards], {m.groups() for m in shards}
         prefix, total = min(series)
         wanted = [f"{prefix}-{i:05d}-of-{total}.safetensors" for i in range(1, int(total) + 1)]
         if len(series) > 1:
-            raise UserError(f"{folder}: no {INDEX}, and shards of more than one model: {_some(used)}; keep one model's")
+            raise UserError(f"{folder}: no {INDEX}, and shards of more than one model: {some(used)}; keep one model's")
         if used != wanted:
-            raise UserError(f"{folder}: no {INDEX}, and these shards are missing: {_some(sorted({*wanted} - {*used}))}")
+            raise UserError(f"{folder}: no {INDEX}, and these shards are missing: {some(sorted({*wanted} - {*used}))}")
         logger.info("%s: no %s; taking the tensors of all %d shards", folder, INDEX, len(used))
     elif SINGLE in present:
         return [SINGLE], {}
     elif pickles := sorted(p.name for pattern in _PICKLES for p in folder.glob(pattern)):
         raise UserError(
-            f"{folder}: holds its weights only as pickle ({_some(pickles)}). Loading a pickle runs whatever code is in "
+            f"{folder}: holds its weights only as pickle ({some(pickles)}). Loading a pickle runs whatever code is in "
             "it, so it is never opened here. Where you trust it, convert it and use the safetensors in DST:\n"
             '  python -c "from transformers import AutoModelForCausalLM as M; '
             "M.from_pretrained('SRC').save_pretrained('DST')\""
         )
     else:
-        raise UserError(f"{folder}: holds neither {SINGLE} nor shards. It holds: {_contents(folder)}")
+        raise UserError(f"{folder}: holds neither {SINGLE} nor shards. It holds: {contents(folder)}")
     if SINGLE in present and SINGLE not in used:
         raise UserError(f"{folder}: holds two models, {SINGLE} and {used[0]} with its like; remove the stale one")
     if ignored := sorted({*present} - {*used}):
-        logger.warning("%s: not read, because the index does not name them: %s", folder, _some(ignored))
+        logger.warning("%s: not read, because the index does not name them: %s", folder, some(ignored))
     return used, index
 
 
-def _read_header(file: Path) -> dict[str, Tensor]:
+def read_header(file: Path) -> dict[str, Tensor]:
     """Tensors of one safetensors file (u64 header length, JSON header, data), whose size must be their sum."""
     size = file.stat().st_size
     with open(file, "rb") as stream:
@@ -226,7 +242,7 @@ def _read_header(file: Path) -> dict[str, Tensor]:
         entries.pop("__metadata__", None)
         for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
             (begin, stop), dtype, shape = entry["data_offsets"], entry["dtype"], tuple(entry["shape"])
-            size_fits = dtype not in DTYPES or stop - begin == math.prod(shape) * DTYPES[dtype].itemsize
+            size_fits = dtype not in _BYTES or stop - begin == math.prod(shape) * _BYTES[dtype].itemsize
             if begin != end or min(shape, default=0) < 0 or not size_fits:
                 raise ValueError(f"{name}: bytes {begin} to {stop} for {dtype} {list(shape)}")
             tensors[name], end = Tensor(name, file, dtype, shape, 8 + length + begin), stop
@@ -238,36 +254,116 @@ def _read_header(file: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def load_params(folder, weights: Mapping, abstract: Mapping, *, on_nan: str = "error") -> dict[str, jax.Array]:
+def load_params(
+    folder, weights: Mapping, abstract: Mapping, *, on_nan: str = "error", finish: Callable | None = None
+) -> dict[str, jax.Array | NF4]:
     """The parameters that `weights` ({path: HfWeight}) names, from a model folder (or its path) into their shards.
 
-    abstract: {path: ShapeDtypeStruct}, the shapes, dtypes and shardings wanted (no sharding: the first device). A
-    process reads only rows that its own devices need. Peak host memory: its shards of one parameter (on a CPU, where
-    those are the arrays themselves, of all) and a few MiB.
+    abstract: {path: ShapeDtypeStruct}, the shapes, dtypes and shardings wanted (no sharding: the first device), or an NF4 of them. finish: what of a
+    parameter is kept in its stead, (path, array) -> anything, called as soon as it is there. A process reads only rows that its own devices need. Peak host
+    memory: its shards of one parameter (on a CPU, where those are the arrays themselves, of all) and a few MiB.
+
+    An NF4 is quantised matrix by matrix while the folder is read, each by one thread in host memory; or its bytes are those of a folder in which bitsandbytes
+    quantised. There other matrices than those asked for as NF4 are made floats again (the router of an old Mixtral).
 
     Raises UserError before it reads data: for what `ModelFolder` refuses, and for missing, unexpected or misshapen
     tensors. Later: for a value that overflows in its dtype, and with on_nan = "error" for NaN and infinities; with
-    on_nan = "warn" those are a warning that names the tensors."""
+    on_nan = "warn" those are a warning that names the tensors. NF4 has neither: always an error."""
     assert on_nan in ("error", "warn"), on_nan
     folder = folder if isinstance(folder, ModelFolder) else ModelFolder(folder)
-    shapes = {path: abstract[path].shape for path in weights}
-    _check_fit(folder, {n: _file_shape(w, shapes[p]) for p, w in weights.items() for n, _ in _places(w, shapes[p])})
+    in_bits = _in_four_bits(folder, weights, abstract)
+    shapes = {path: _leading_shape(weights[path], abstract[path]) for path in weights}
+    wanted = {
+        name: _file_shape_of(weights[p], abstract[p]) for p in weights for name, _ in tensors_of(weights[p], shapes[p])
+    }
+    _check_fit(folder, wanted, in_bits)
     found = {DTYPES.get(tensor.dtype) for tensor in folder.tensors.values()}
-    _warn_of_rounding(folder.path, found, {np.dtype(abstract[path].dtype) for path in weights})
+    floats = [path for path in weights if not isinstance(abstract[path], NF4)]
+    _warn_of_rounding(folder.path, found, {np.dtype(abstract[path].dtype) for path in floats})
     params, bad = {}, []
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         for path, weight in weights.items():
-            params[path], names = _load_param(pool, folder, weight, abstract[path])
+            if isinstance(abstract[path], NF4):
+                params[path] = _load_nf4(pool, folder, path, weight, abstract[path], in_bits)
+                continue
+            params[path], names = _load_param(pool, folder, weight, abstract[path], in_bits)
             bad += names
+            if finish is not None:
+                params[path] = finish(path, params[path])
     if bad:
-        message = f"{folder.path}: {len(bad)} tensors hold NaN or infinite values: {_some(bad)}"
+        message = f"{folder.path}: {len(bad)} tensors hold NaN or infinite values: {some(bad)}"
         if on_nan == "error":
             raise UserError(f"{message}. Training cannot start from these; get a sound copy of the model.")
         logger.warning(message)
     return params
 
 
-def _load_param(pool, folder: ModelFolder, weight, target) -> tuple[jax.Array, list[str]]:
+def _leading_shape(weight, target) -> tuple[int, ...]:
+    """The dims of a parameter that are one tensor of the file each, and (of floats) the others."""
+    return target.codebook.shape[:-1] if isinstance(target, NF4) else target.shape
+
+
+def _file_shape_of(weight, target) -> tuple[int, ...]:
+    if not isinstance(target, NF4):
+        return file_shape(weight, target.shape)
+    *_, outputs, half = target.codes.shape
+    return outputs, 2 * half
+
+
+def _in_four_bits(folder: ModelFolder, weights: Mapping, abstract: Mapping) -> dict[str, list[str]]:
+    """`bnb.quantised` of the folder's tensors. UserError where what is asked for as NF4 is there in floats beside others in 4 bits, or the other way round."""
+    found = bnb.quantised(folder.tensors, folder.path)
+    if not found:
+        return found
+    names = lambda is_nf4: [
+        name
+        for path, weight in weights.items()
+        if isinstance(abstract[path], NF4) is is_nf4
+        for name, _ in tensors_of(weight, _leading_shape(weight, abstract[path]))
+    ]
+    asked = names(True)
+    if not asked:
+        raise UserError(
+            f'{folder.path}: weights in 4 bits ({some(sorted(found, key=natural_order))}), which only training with lora.base = "nf4" reads; set it, or use '
+            "the folder of the original float model"
+        )
+    if floats := [name for name in asked if name in folder.tensors and name not in found]:
+        raise UserError(
+            f"{folder.path}: weights in floats ({some(floats)}) among others in 4 bits. These would have to be quantised too, which the folder's author chose "
+            "not to; use the folder of the original float model"
+        )
+    return found
+
+
+def _load_nf4(pool, folder: ModelFolder, path: str, weight, target: NF4, in_bits) -> NF4:
+    names = {leading: name for name, leading in tensors_of(weight, _leading_shape(weight, target))}
+    double_quant = target.nested is not None
+
+    def read(leading) -> NF4:
+        name = names[leading]
+        if name not in in_bits:
+            return nf4.quantise(folder.tensors[name].whole(), double_quant, f"{folder.path}: {name}")
+        matrix, _ = _four_bits(folder, name, in_bits)
+        if (matrix.nested is not None) is not double_quant:
+            raise UserError(
+                f"lora.double_quant: {str(double_quant).lower()}, but {name} of {folder.path} is {'' if not double_quant else 'not '}doubly quantised; set it "
+                f"to {str(not double_quant).lower()}"
+            )
+        return matrix
+
+    return nf4.from_numpy(target, read, pool.map)
+
+
+def _dequantised(folder: ModelFolder, name: str, in_bits) -> np.ndarray:
+    matrix, form = _four_bits(folder, name, in_bits)
+    return np.asarray(nf4.dequantise(NF4(*(None if x is None else jax.numpy.asarray(x) for x in matrix)), form.dtype))
+
+
+def _four_bits(folder: ModelFolder, name: str, in_bits):
+    return bnb.read({part: folder.tensors[part].whole() for part in in_bits[name]}, name, folder.path)
+
+
+def _load_param(pool, folder: ModelFolder, weight, target, in_bits) -> tuple[jax.Array, list[str]]:
     """One parameter, and the names of its tensors that hold non-finite values."""
     sharding = target.sharding or SingleDeviceSharding(jax.devices()[0])
     devices: dict[tuple, list] = {}  # bounds of a shard -> the local devices that hold it
@@ -290,10 +386,15 @@ def _load_param(pool, folder: ModelFolder, weight, target) -> tuple[jax.Array, l
         if not parts:
             return None
         finite, ranges = True, [bounds[0] for bounds, _ in parts]
-        for at, block in folder.tensors[name].blocks(num_rows, min(r[0] for r in ranges), max(r[1] for r in ranges)):
-            finite &= not _has_nonfinite(block)
+        wanted = min(r[0] for r in ranges), max(r[1] for r in ranges)
+        if name in in_bits:
+            blocks = [(wanted[0], _dequantised(folder, name, in_bits)[slice(*wanted)])]
+        else:
+            blocks = folder.tensors[name].blocks(num_rows, *wanted)
+        for at, block in blocks:
+            finite &= not has_nonfinite(block)
             for first in range(at, at + len(block), _STRIP):
-                strip = _cast(block[first - at : first - at + _STRIP], target.dtype, name)
+                strip = cast(block[first - at : first - at + _STRIP], target.dtype, name)
                 strip = _bits(strip).reshape(-1, *row_shape)
                 for ((low, high), *rest), out in parts:
                     begin, end = max(low, first), min(high, first + len(strip))
@@ -302,7 +403,7 @@ def _load_param(pool, folder: ModelFolder, weight, target) -> tuple[jax.Array, l
                         out[begin - low : end - low] = strip[wanted]
         return None if finite else name
 
-    bad = [name for name in pool.map(fill, _places(weight, target.shape)) if name]
+    bad = [name for name in pool.map(fill, tensors_of(weight, target.shape)) if name]
     arrays = []
     for bounds, holders in devices.items():
         buffer = buffers.pop(bounds)
@@ -313,11 +414,14 @@ def _load_param(pool, folder: ModelFolder, weight, target) -> tuple[jax.Array, l
     return jax.block_until_ready(array), bad  # without waiting, the host buffers of several parameters would pile up
 
 
-def _check_fit(folder: ModelFolder, wanted: dict[str, tuple[int, ...]]) -> None:
-    """UserError with everything that is missing, unexpected or misshapen."""
-    tensors = folder.tensors
+def _check_fit(
+    folder: ModelFolder, wanted: dict[str, tuple[int, ...]], in_bits: Mapping = MappingProxyType({})
+) -> None:
+    """UserError with everything that is missing, unexpected or misshapen; matrices in 4 bits are checked as they are read."""
+    parts = {part for name in in_bits for part in in_bits[name] if part != name}
+    tensors = {name: tensor for name, tensor in folder.tensors.items() if name not in parts}
     missing = [name for name in wanted if name not in tensors]
-    extra = sorted(tensors.keys() - wanted.keys(), key=_natural)
+    extra = sorted(tensors.keys() - wanted.keys(), key=natural_order)
     if harmless := [name for name in extra if _HARMLESS.search(name)]:
         logger.info("%s: %d inv_freq buffers ignored; the config determines them", folder.path, len(harmless))
     tied = _HEAD in extra and _EMBEDDING in wanted and _EMBEDDING in tensors
@@ -334,14 +438,16 @@ def _check_fit(folder: ModelFolder, wanted: dict[str, tuple[int, ...]]) -> None:
         "of another shape than config.json says": [
             f"{name}: found {list(tensors[name].shape)}, wanted {list(shape)}"
             for name, shape in wanted.items()
-            if name in tensors and tensors[name].shape != shape
+            if name in tensors and name not in in_bits and tensors[name].shape != shape
         ],
         f"of a dtype other than {', '.join(DTYPES)}": [
-            f"{name}: {tensors[name].dtype}" for name in wanted if name in tensors and tensors[name].dtype not in DTYPES
+            f"{name}: {tensors[name].dtype}"
+            for name in wanted
+            if name in tensors and name not in in_bits and tensors[name].dtype not in DTYPES
         ],
     }
     if any(report.values()):
-        lines = [f"{len(names)} tensors {what}:\n{_listing(names)}" for what, names in report.items() if names]
+        lines = [f"{len(names)} tensors {what}:\n{listing(names)}" for what, names in report.items() if names]
         hint = f"\nOnly with tie_word_embeddings = true may {_HEAD} be absent." if _HEAD in missing else ""
         raise UserError(f"{folder.path}: the tensors do not fit config.json\n" + "\n".join(lines) + hint)
 
@@ -360,8 +466,8 @@ def save_folder(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: already exists, and nothing is written over it. Name another folder, or move it away.")
     _warn_of_rounding(out, {np.dtype(params[path].dtype) for path in weights}, {dtype})
-    places = {name: (path, at) for path, w in weights.items() for name, at in _places(w, params[path].shape)}
-    shapes = {name: _file_shape(weights[path], params[path].shape) for name, (path, _) in places.items()}
+    places = {name: (path, at) for path, w in weights.items() for name, at in tensors_of(w, params[path].shape)}
+    shapes = {name: file_shape(weights[path], params[path].shape) for name, (path, _) in places.items()}
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     files, total = _cut_into_files(sizes, max_shard_bytes), sum(sizes.values())
     config = {key: value for key, value in hf_config.items() if key not in ("dtype", "torch_dtype")}
@@ -376,22 +482,22 @@ def save_folder(
                 raise UserError(f"{out}: needs {total / 1e9:.2f} GB, but the disk has {free / 1e9:.2f} GB left")
         for file, names in files.items():
             with open(partial / file if writes else os.devnull, "wb") as stream:
-                stream.write(_header(dtype, names, shapes, sizes))
+                stream.write(header_of(dtype, names, shapes, sizes))
                 for name in names:
                     path, leading = places[name]
-                    tensor, shape = _fetch(params[path], leading), shapes[name]
+                    tensor, shape = fetch(params[path], leading), shapes[name]
                     linear = weights[path].kind == "linear"
                     tensor = tensor.reshape(shape[::-1]).T if linear else tensor.reshape(shape)
                     for start in range(0, len(tensor), _TILE):
-                        stream.write(_bits(_cast(_contiguous(tensor[start : start + _TILE]), dtype, name)).data)
+                        stream.write(_bits(cast(_contiguous(tensor[start : start + _TILE]), dtype, name)).data)
                 stream.flush()
                 if writes:
                     os.fsync(stream.fileno())  # or the rename below may reach the disk before the data
         if writes:
             if len(files) > 1:
                 weight_map = {name: file for file, names in files.items() for name in names}
-                _write_json(partial / INDEX, {"metadata": index, "weight_map": weight_map})
-            _write_json(partial / "config.json", config)
+                write_json(partial / INDEX, {"metadata": index, "weight_map": weight_map})
+            write_json(partial / "config.json", config)
             if tokenizer_folder is not None:
                 copy_tokenizer(tokenizer_folder, partial)
             os.replace(partial, out)
@@ -419,7 +525,7 @@ def copy_tokenizer(source, destination) -> list[str]:
 def _cut_into_files(sizes: dict[str, int], limit: int) -> dict[str, list[str]]:
     """{file: its tensors, by name}, layer after layer; a tensor above the limit gets a file of its own."""
     groups, held = [[]], 0
-    for name in sorted(sizes, key=_natural):
+    for name in sorted(sizes, key=natural_order):
         if groups[-1] and held + sizes[name] > limit:
             groups.append([])
             held = 0
@@ -430,12 +536,12 @@ def _cut_into_files(sizes: dict[str, int], limit: int) -> dict[str, list[str]]:
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": sorted(names) for i, names in enumerate(groups, 1)}
 
 
-def _natural(name: str) -> list:
+def natural_order(name: str) -> list:
     """Key that sorts layer 2 before layer 10."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
-def _header(dtype: np.dtype, names: list[str], shapes: dict, sizes: dict) -> bytes:
+def header_of(dtype: np.dtype, names: list[str], shapes: dict, sizes: dict) -> bytes:
     (dtype_name,) = (name for name, known in DTYPES.items() if known == dtype)
     entries, begin = {"__metadata__": {"format": "pt"}}, 0
     for name in names:
@@ -450,7 +556,7 @@ def _header(dtype: np.dtype, names: list[str], shapes: dict, sizes: dict) -> byt
 _take = jax.jit(lambda array, leading: array[leading])
 
 
-def _fetch(array, leading: tuple[int, ...]) -> np.ndarray:
+def fetch(array, leading: tuple[int, ...]) -> np.ndarray:
     """One tensor of a parameter in host memory. It is cut out on the devices, so that `array` caches no host copy."""
     if isinstance(array, np.ndarray):
         return array[leading]
@@ -462,7 +568,7 @@ def _fetch(array, leading: tuple[int, ...]) -> np.ndarray:
     return multihost_utils.process_allgather(tensor, tiled=True)
 
 
-def _places(weight, shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+def tensors_of(weight, shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """(name in the file, leading indices in the parameter) of every tensor that a parameter of `shape` is made of."""
     fields = re.findall(r"\{(\w+)\}", weight.name)
     for leading in np.ndindex(*shape[: len(fields)]):
@@ -475,7 +581,7 @@ def _file_order(weight, rank: int) -> list[int]:
     return [*range(first, rank), *range(first)]
 
 
-def _file_shape(weight, shape) -> tuple[int, ...]:
+def file_shape(weight, shape) -> tuple[int, ...]:
     """Shape in the file of one tensor of a parameter of `shape`: linear weights are matrices, biases vectors."""
     shape = tuple(shape[weight.name.count("{") :])
     if weight.kind == "linear":
@@ -483,13 +589,13 @@ def _file_shape(weight, shape) -> tuple[int, ...]:
     return (math.prod(shape),) if weight.name.endswith(".bias") else shape
 
 
-def _cast(block: np.ndarray, dtype, name: str) -> np.ndarray:
+def cast(block: np.ndarray, dtype, name: str) -> np.ndarray:
     """`block` in `dtype`, rounded to nearest even. UserError if a finite value becomes infinite."""
     if block.dtype == dtype:
         return block
     with np.errstate(over="ignore"):
         result = block.astype(dtype)
-    if _has_nonfinite(result) and (lost := np.isinf(result) & np.isfinite(block)).any():
+    if has_nonfinite(result) and (lost := np.isinf(result) & np.isfinite(block)).any():
         raise UserError(
             f"{name}: {float(block[lost][0]):.4g} would become infinite in {result.dtype.name}, whose largest value is "
             f"{float(ml_dtypes.finfo(dtype).max):.4g}. Choose bfloat16 or float32."
@@ -508,7 +614,7 @@ def _bits(array: np.ndarray) -> np.ndarray:
     return array.view(f"u{array.dtype.itemsize}")
 
 
-def _has_nonfinite(array: np.ndarray) -> bool:
+def has_nonfinite(array: np.ndarray) -> bool:
     """Whether NaN or an infinity is in a non-empty array, by two fast maxima: seen as integers, they are the largest of
     their sign."""
     infinity, negative_infinity = (int(_bits(np.array(x, array.dtype))) for x in (np.inf, -np.inf))
@@ -541,7 +647,7 @@ def _aligned_empty(shape, dtype) -> np.ndarray:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def _existing(folder) -> Path:
+def existing_folder(folder) -> Path:
     folder = Path(folder)
     if not folder.is_dir():
         fault = "is a file" if folder.exists() else "does not exist"
@@ -549,7 +655,7 @@ def _existing(folder) -> Path:
     return folder
 
 
-def _read_json(path: Path) -> dict:
+def read_json(path: Path) -> dict:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -559,19 +665,19 @@ def _read_json(path: Path) -> dict:
     return value
 
 
-def _write_json(path: Path, value: dict) -> None:
+def write_json(path: Path, value: dict) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _contents(folder: Path) -> str:
-    return _some(sorted(path.name for path in folder.iterdir()))
+def contents(folder: Path) -> str:
+    return some(sorted(path.name for path in folder.iterdir()))
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return (", ".join(names[:_LISTED]) or "nothing") + more
 
 
-def _listing(names: list[str]) -> str:
+def listing(names: list[str]) -> str:
     more = [f"and {len(names) - _LISTED} more"] if len(names) > _LISTED else []
     return "\n".join(f"  {name}" for name in names[:_LISTED] + more)

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllm.attention import AttentionConfig, attention
 from jaxllm.linear import Linear, PrecisionConfig, gather
+from jaxllm.lora import LoRAConfig
 from jaxllm.section import UserError
 from jaxllm.sharding import AT_REST, AXES, BATCH, WEIGHTS, axis_size, constrain
 
@@ -249,14 +250,21 @@ def product(linear, x, kept: bool, *more, **options):
 class Attention(nnx.Module):
     """Grouped-query self-attention with rotary positions."""
 
-    def __init__(self, config, precision: PrecisionConfig, attention_config: AttentionConfig, *, rngs: nnx.Rngs):
+    def __init__(
+        self, config, precision: PrecisionConfig, lora: LoRAConfig, attention_config: AttentionConfig, *, rngs: nnx.Rngs
+    ):
         embed_dim, head_dim = {"embed": config.hidden_size}, {"head_dim": config.head_dim}
         heads, kv_heads = (
             {"heads": config.num_attention_heads, **head_dim},
             {"kv_heads": config.num_key_value_heads, **head_dim},
         )
         linear = functools.partial(
-            Linear, precision=precision, rngs=rngs, stddev=config.initializer_range, use_bias=config.attention_bias
+            Linear,
+            precision=precision,
+            lora=lora,
+            rngs=rngs,
+            stddev=config.initializer_range,
+            use_bias=config.attention_bias,
         )
         self.q_proj = linear(embed_dim, heads, name="q_proj")
         self.k_proj = linear(embed_dim, kv_heads, name="k_proj")
@@ -264,13 +272,13 @@ class Attention(nnx.Module):
         self.o_proj = linear(heads, embed_dim, name="o_proj")
         self.config, self.window, self.kept = attention_config, config.sliding_window, config.keeps_products
 
-    def __call__(self, x, cos, sin, k_start, k_end, layout):
-        """x [B, T, E], cos and sin [B, T, 1, D / 2], intervals i32[B, T] of places laid out as `layout` -> [B, T, E]."""
-        q, k, v = (product(linear, x, self.kept) for linear in (self.q_proj, self.k_proj, self.v_proj))
+    def __call__(self, x, cos, sin, k_start, k_end, layout, noise=None):
+        """x [B, T, E], cos and sin [B, T, 1, D / 2], intervals i32[B, T] of places laid out as `layout` -> [B, T, E]. noise: see `Linear`."""
+        q, k, v = (product(linear, x, self.kept, noise) for linear in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         with jax.named_scope("attention"):
             out = attention(q, k, v, k_start, k_end, self.config, layout=layout, window=self.window)
-        return product(self.o_proj, out, self.kept)
+        return product(self.o_proj, out, self.kept, noise)
 
 
 @jax.custom_vjp
@@ -292,17 +300,19 @@ swiglu.defvjp(lambda gate, up: (swiglu(gate, up), (gate, up)), _swiglu_backward)
 class MLP(nnx.Module):
     """The gated feed-forward layer of Llama: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config, precision: PrecisionConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config, precision: PrecisionConfig, lora: LoRAConfig, *, rngs: nnx.Rngs):
         self.kept = config.keeps_products
         embed_dim, mlp = {"embed": config.hidden_size}, {"mlp": config.intermediate_size}
         linear = functools.partial(
-            Linear, precision=precision, rngs=rngs, stddev=config.initializer_range, use_bias=config.mlp_bias
+            Linear, precision=precision, lora=lora, rngs=rngs, stddev=config.initializer_range, use_bias=config.mlp_bias
         )
         self.gate_proj = linear(embed_dim, mlp, name="gate_proj")
         self.up_proj = linear(embed_dim, mlp, name="up_proj")
         self.down_proj = linear(mlp, embed_dim, name="down_proj")
 
-    def __call__(self, x):
-        """x [B, T, E] -> [B, T, E]."""
-        gate, up = (product(linear, x, self.kept) for linear in (self.gate_proj, self.up_proj))
-        return self.down_proj(checkpoint_name(swiglu(gate, up), "gated"))  # what it yields is added, and never kept
+    def __call__(self, x, noise=None):
+        """x [B, T, E] -> [B, T, E]. noise: see `Linear`."""
+        gate, up = (product(linear, x, self.kept, noise) for linear in (self.gate_proj, self.up_proj))
+        return self.down_proj(
+            checkpoint_name(swiglu(gate, up), "gated"), noise
+        )  # what it yields is added, and never kept

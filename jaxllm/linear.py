@@ -6,7 +6,9 @@ that it becomes a reduce-scatter. Idiom and alternatives measured on the H100 co
 
 Products in FP8 keep the same two places: quantised at rest, gathered in FP8, the gradient pinned at rest (`fp8.matmul`).
 
-Not here: NF4 and LoRA, which belong inside `Linear` and nowhere else; the products of experts (`grouped_linear`).
+With LoRA the weight is frozen, in whatever form `frozen` keeps it: it is gathered in that form, and has no gradient, and an adapter is added to the product.
+
+Not here: the products of experts (`grouped_linear`).
 """
 
 import functools
@@ -19,8 +21,9 @@ import pydantic
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxllm import fp8, hardware
+from jaxllm import fp8, frozen, hardware
 from jaxllm.fp8 import FP8Config
+from jaxllm.lora import NO_ADAPTERS, LoRAConfig, dropout, parameters
 from jaxllm.section import Section, UserError
 from jaxllm.sharding import AT_REST, IN_USE, axis_size, constrain
 
@@ -124,6 +127,33 @@ def _matmul_backward(names, num_inputs, compute, reduce, residuals, dy):
 matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
+def frozen_matmul(x, weight, names, inputs, outputs, compute):
+    """`matmul` by a weight that has no gradient, in any form of `frozen`: gathered in that form, and made a matrix of again in the backward pass.
+
+    inputs, outputs: shapes; the weight's dims are named `names` whatever its form."""
+    return _frozen_forward(x, weight, names, inputs, outputs, compute)[0]
+
+
+def _frozen_forward(x, weight, names, inputs, outputs, compute):
+    used = frozen.gather(weight, names, compute)
+    w, transposed = frozen.matrix(used, len(inputs), compute)
+    flat = _flat(x.astype(compute), len(inputs))
+    y = dot(flat, w, ((flat.ndim - 1,), (int(transposed),)), compute)
+    return y.reshape(*x.shape[: x.ndim - len(inputs)], *outputs), (used, jnp.zeros((0,), x.dtype))
+
+
+def _frozen_backward(names, inputs, outputs, compute, residuals, dy):
+    used, like = residuals
+    w, transposed = frozen.matrix(used, len(inputs), compute)
+    flat = jax.lax.optimization_barrier(_flat(dy, len(outputs)))
+    dx = dot(flat, w, ((flat.ndim - 1,), (int(not transposed),)), compute)
+    return dx.reshape(*dy.shape[: dy.ndim - len(outputs)], *inputs).astype(like.dtype), None
+
+
+frozen_matmul.defvjp(_frozen_forward, _frozen_backward)
+
+
 def float8_matmul(x, kernel, scales, seen, names, num_inputs, compute, reduce):
     """`matmul` in FP8: the kernel is quantised where it rests and gathered in FP8, its gradient pinned where it rests. scales, seen: see `fp8.matmul`."""
     outputs = kernel.shape[num_inputs:]
@@ -156,11 +186,18 @@ def _add_bias_backward(num_outputs, compute, reduce, like, dy):
 add_bias.defvjp(lambda y, b, *static: (add_bias(y, b, *static), jnp.zeros((0,), b.dtype)), _add_bias_backward)
 
 
+def adapted(x, a, b, names, num_inputs, scale, compute, reduce):
+    """scale * (x A) B, of an adapter beside a weight with dims `names`: A [*inputs, r], B [r, *outputs]."""
+    with jax.named_scope("adapter"):
+        inner = matmul(x, a, (*names[:num_inputs], "rank"), num_inputs, compute, reduce)
+        return matmul(inner * jnp.asarray(scale, inner.dtype), b, ("rank", *names[num_inputs:]), 1, compute, reduce)
+
+
 class Linear(nnx.Module):
     """y = x W (+ b): contracts the last dims of x, named by `inputs`, and appends the dims named by `outputs`.
 
     Linear({"embed": 4096}, {"heads": 32, "head_dim": 128}, precision, name="q_proj", rngs=rngs) holds kernel [4096, 32, 128]. Names, sizes,
-    sharding and init of the weight are this one expression. `name` is what rematerialisation policies know the output by.
+    sharding and init of the weight are this one expression. `name` is what rematerialisation policies know the output by, and target_modules the weight.
     """
 
     def __init__(
@@ -171,27 +208,40 @@ class Linear(nnx.Module):
         *,
         name: str,
         rngs: nnx.Rngs,
+        lora: LoRAConfig = NO_ADAPTERS,
         stddev=0.02,
         use_bias=False,
     ):
         self.names, self.num_inputs, self.name = (*inputs, *outputs), len(inputs), name
         self.compute, self.reduce = precision.compute, precision.gradient_reduce
-        shape = (*inputs.values(), *outputs.values())
-        self.kernel = nnx.Param(stddev * jax.random.normal(rngs.params(), shape, precision.param), axes=self.names)
+        self.shape, key = (*inputs.values(), *outputs.values()), rngs.params()
+        self.kernel = frozen.kernel(lora, precision.param, self.shape, self.names, self.num_inputs, stddev, key)
         bias = lambda: nnx.Param(jnp.zeros((math.prod(outputs.values()),), precision.param), axes=("bias",))
         self.bias = bias() if use_bias else None
         self.multiply = precision.matmul
         self.scales = None if precision.matmul == "compute" else fp8.observers()
+        self.lora = lora
+        self.lora_a, self.lora_b = parameters(lora, name, inputs, outputs, precision.param, key)
 
-    def __call__(self, x):
-        """x [B, T, *inputs] -> [B, T, *outputs] in the compute dtype."""
-        kernel, static = self.kernel.get_value(), (self.names, self.num_inputs, self.compute, self.reduce)
-        if self.multiply == "compute":
-            y = matmul(x, kernel, *static)
-        elif self.multiply == "record":
-            y = fp8.recorded(lambda x, kernel: matmul(x, kernel, *static), x, kernel, *fp8.opened(self.scales))
-        else:
-            y = float8_matmul(x, kernel, *fp8.opened(self.scales), *static)
+    def __call__(self, x, noise=None):
+        """x [B, T, *inputs] -> [B, T, *outputs] in the compute dtype. noise: for the adapter's dropout; see `noise`."""
+        y = self._product(x)
         if self.bias is not None:
             y = add_bias(y, self.bias.get_value(), len(self.names) - self.num_inputs, self.compute, self.reduce)
+        if self.lora_a is not None:
+            x, ab = dropout(x, noise, self.lora, self.name), (self.lora_a.get_value(), self.lora_b.get_value())
+            y += adapted(x, *ab, self.names, self.num_inputs, self.lora.scale, self.compute, self.reduce)
         return checkpoint_name(y, self.name)
+
+    def _product(self, x):
+        weight, static = frozen.value(self.kernel), (self.num_inputs, self.compute, self.reduce)
+        if self.multiply == "compute" and self.lora.rank is not None:
+            n = self.num_inputs
+            return frozen_matmul(x, weight, self.names, self.shape[:n], self.shape[n:], self.compute)
+        if self.multiply == "compute":
+            return matmul(x, weight, self.names, *static)
+        scales, seen = fp8.opened(self.scales)
+        kernel, names = frozen.opened(weight, self.names, self.num_inputs, self.shape, self.compute)
+        if self.multiply == "record":
+            return fp8.recorded(lambda x, kernel: matmul(x, kernel, names, *static), x, kernel, scales, seen)
+        return float8_matmul(x, kernel, frozen.scales(weight, scales), seen, names, *static)

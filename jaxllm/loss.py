@@ -30,44 +30,50 @@ class LossConfig(Section):
     """Tokens per device whose logits exist at once: chunk_size x vocabulary float32 values, a few times over."""
 
 
-def cross_entropy(hidden, head, targets, weights, config: LossConfig, compute: str, reduce: str):
+def cross_entropy(
+    hidden, head, targets, weights, config: LossConfig, compute: str, reduce: str, head_is_trained: bool = True
+):
     """Weighted sums of the negative log-likelihood over all tokens of all devices.
 
     hidden [B, T, E]; head [V, E] as it is kept; targets i32[B, T]; weights f32[B, T] (0: not trained). Log-softmax in float32.
     Returns (total, loss_sum, z_sum), f32[]: total = loss_sum + z_loss * z_sum is differentiable in hidden and head; the parts are for
-    metrics and carry no gradient. z_sum is sum(weights * lse^2).
+    metrics and carry no gradient. z_sum is sum(weights * lse^2). A head that is not trained gets no gradient, and none is computed.
     """
-    return _cross_entropy(hidden, head, targets, weights, config.z_loss, config.chunk_size, compute, reduce)
+    static = (config.z_loss, config.chunk_size, compute, reduce, head_is_trained)
+    return _cross_entropy(hidden, head, targets, weights, *static)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
-def _cross_entropy(hidden, head, targets, weights, z_loss, chunk_size, compute, reduce):
-    body = functools.partial(_local_sums, z_loss=z_loss, chunk_size=chunk_size, with_gradients=False, reduce=reduce)
-    return _over_mesh(body, hidden, head, targets, weights, compute, with_gradients=False)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7, 8))
+def _cross_entropy(hidden, head, targets, weights, z_loss, chunk_size, compute, reduce, head_is_trained):
+    body = functools.partial(_local_sums, z_loss=z_loss, chunk_size=chunk_size, wanted=(), reduce=reduce)
+    return _over_mesh(body, hidden, head, targets, weights, compute, wanted=())
 
 
-def _forward(hidden, head, targets, weights, z_loss, chunk_size, compute, reduce):
-    body = functools.partial(_local_sums, z_loss=z_loss, chunk_size=chunk_size, with_gradients=True, reduce=reduce)
-    *sums, d_hidden, d_head = _over_mesh(body, hidden, head, targets, weights, compute, with_gradients=True)
-    return tuple(sums), (d_hidden, d_head, jnp.zeros((0,), head.dtype))
+def _forward(hidden, head, targets, weights, z_loss, chunk_size, compute, reduce, head_is_trained):
+    wanted = ("hidden", "head") if head_is_trained else ("hidden",)
+    body = functools.partial(_local_sums, z_loss=z_loss, chunk_size=chunk_size, wanted=wanted, reduce=reduce)
+    results = _over_mesh(body, hidden, head, targets, weights, compute, wanted)
+    return tuple(results[:3]), (dict(zip(wanted, results[3:], strict=True)), jnp.zeros((0,), head.dtype))
 
 
-def _backward(z_loss, chunk_size, compute, reduce, residuals, cotangents):
-    d_hidden, d_head, like = residuals
+def _backward(z_loss, chunk_size, compute, reduce, head_is_trained, residuals, cotangents):
+    grads, like = residuals
     scale = cotangents[0]  # of the total; loss_sum and z_sum are for metrics
     scaled = lambda x, dtype: (x.astype(jnp.float32) * scale).astype(dtype)
-    return scaled(d_hidden, d_hidden.dtype), scaled(d_head, like.dtype), None, None
+    d_head = scaled(grads["head"], like.dtype) if head_is_trained else None
+    return scaled(grads["hidden"], grads["hidden"].dtype), d_head, None, None
 
 
 _cross_entropy.defvjp(_forward, _backward)
 
 
-def _over_mesh(body, hidden, head, targets, weights, compute, with_gradients):
+def _over_mesh(body, hidden, head, targets, weights, compute, wanted):
     used = gather(head, HEAD_NAMES, compute)
     if axis_size(*AXES) == 1:
         return body(hidden, used, targets, weights, over_mesh=False)
     hidden_spec = P(BATCH, "sequence", None)
-    out_specs = (P(), P(), P(), *((hidden_spec, P(None, WEIGHTS)) if with_gradients else ()))
+    of_gradients = {"hidden": hidden_spec, "head": P(None, WEIGHTS)}
+    out_specs = (P(), P(), P(), *(of_gradients[name] for name in wanted))
     mapped = jax.shard_map(
         functools.partial(body, over_mesh=True),
         in_specs=(hidden_spec, P(None, None), _TOKENS, _TOKENS),
@@ -77,7 +83,7 @@ def _over_mesh(body, hidden, head, targets, weights, compute, with_gradients):
     return mapped(hidden, used, targets, weights)
 
 
-def _local_sums(hidden, head, targets, weights, *, z_loss, chunk_size, with_gradients, reduce, over_mesh):
+def _local_sums(hidden, head, targets, weights, *, z_loss, chunk_size, wanted, reduce, over_mesh):
     B, T, E = hidden.shape
     count = B * T
     chunk = min(chunk_size, count)
@@ -100,7 +106,7 @@ def _local_sums(hidden, head, targets, weights, *, z_loss, chunk_size, with_grad
         picked = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
         loss_sum += jnp.sum(weight * (lse - picked))
         z_sum += jnp.sum(weight * lse * lse)
-        if not with_gradients:
+        if not wanted:
             return (loss_sum, z_sum, d_head), None
         # d/dlogit = weight ((1 + 2 z lse) p - onehot)
         slope = (weight * (1 + 2 * z_loss * lse))[:, None] / partition
@@ -108,18 +114,21 @@ def _local_sums(hidden, head, targets, weights, *, z_loss, chunk_size, with_grad
         d_logits = (exp * slope - jnp.where(here, weight[:, None], 0)).astype(head.dtype)
         d_logits = jax.lax.optimization_barrier(d_logits)  # made once, read by two products
         d_x = dot(d_logits, head, ((1,), (0,)), hidden.dtype)
-        d_head += dot(d_logits, x, ((0,), (0,)), jnp.float32)
+        if "head" in wanted:
+            d_head += dot(d_logits, x, ((0,), (0,)), jnp.float32)
         return (loss_sum, z_sum, d_head), d_x
 
     zero = jnp.zeros((), jnp.float32)
-    d_head = jnp.zeros(head.shape, jnp.float32) if with_gradients else zero
+    d_head = jnp.zeros(head.shape, jnp.float32) if "head" in wanted else zero
     (loss_sum, z_sum, d_head), d_hidden = jax.lax.scan(one_chunk, (zero, zero, d_head), chunks)
     if over_mesh:
         loss_sum, z_sum = jax.lax.psum((loss_sum, z_sum), _ALL)
     sums = (loss_sum + z_loss * z_sum, loss_sum, z_sum)
-    if not with_gradients:
+    if not wanted:
         return sums
     d_hidden = d_hidden.reshape(-1, E)[:count].reshape(B, T, E)
+    if "head" not in wanted:
+        return *sums, d_hidden
     if over_mesh:
         d_head = d_head.astype(reduce)
         d_head = jax.lax.psum_scatter(d_head, WEIGHTS, scatter_dimension=1, tiled=True)

@@ -12,6 +12,7 @@ import pydantic
 from jaxllm import attention
 from jaxllm.exchange import Exchange
 from jaxllm.grouped_linear import fp8_multiple
+from jaxllm.noise import drawn
 from jaxllm.section import Section, UserError
 from jaxllm.sharding import AXES, axis_size
 
@@ -52,14 +53,11 @@ def route(logits, experts_per_token: int):
 def jitter(x, noise, amount: float):
     """x [B, T, D] times a number from [1 - amount, 1 + amount) for each of its elements, as Mixtral does in training (Switch Transformer, arXiv 2101.03961).
 
-    noise: (key, i32[B] numbers of the rows, i32[B, T] of the places in them): what a token meets does not depend on where it is computed."""
+    noise: see `noise`."""
     if not amount:
         return x
-    key, rows, places = noise
-    drawn = lambda key: jax.random.uniform(key, x.shape[-1:], jnp.float32, 1 - amount, 1 + amount)
-    of_row = lambda row, places: jax.vmap(lambda place: drawn(jax.random.fold_in(row, place)))(places)
-    factor = jax.vmap(of_row)(jax.vmap(lambda row: jax.random.fold_in(key, row))(rows), places)
-    return (x.astype(jnp.float32) * factor).astype(x.dtype)
+    draw = lambda key: jax.random.uniform(key, x.shape[-1:], jnp.float32, 1 - amount, 1 + amount)
+    return (x.astype(jnp.float32) * drawn(noise, draw)).astype(x.dtype)
 
 
 def statistics(logits, ids, real):

@@ -1,5 +1,4 @@
-"""NF4 with double quantisation (QLoRA, arXiv 2305.14314), as functions over arrays: weights that are only read, in 4.127 bits a parameter. Made for
-`linear`, which does not call them yet: no config reaches this file.
+"""NF4 with double quantisation (QLoRA, arXiv 2305.14314), as functions over arrays: weights that are only read, in 4.127 bits a parameter.
 
 64 neighbours in a row of a matrix share one scale, their largest magnitude (absmax), and each is the nearest of 16 values of a standard normal's quantiles.
 256 absmax, less the mean of all, share a scale again and are 8 bits each, of the 256 values of bitsandbytes' dynamic map. Bytes, codes and the values that
@@ -36,7 +35,7 @@ from jaxllm.section import UserError
 
 BLOCK = 64  # weights that share an absmax
 NESTED = 256  # absmax that share a scale
-ROWS = "bias"  # The outputs, flat, rest and are used as a bias does, which is such a row of numbers: split over all weight axes, then whole.
+ROWS = "outputs"  # the logical name of a matrix's rows
 
 # Quantiles of the standard normal, as bitsandbytes has them (get_4bit_type); the shortest decimals that float32 reads back.
 CODEBOOK = np.array(
@@ -230,17 +229,19 @@ ABSMAX_MAP = _dynamic_map()
 # --- from the host to where it rests ----------------------------------------------------------------------------------
 
 
-def from_numpy(like: NF4, read: Callable[[tuple[int, ...]], NF4]) -> NF4:
+def from_numpy(like: NF4, read: Callable[[tuple[int, ...]], NF4], map: Callable = map) -> NF4:
     """Arrays as `like`, ShapeDtypeStructs with shardings (`at_rest`), has them. read: indices into *D -> that matrix as an NF4 of numpy; called once for each
-    of which this process holds a part, one after the other. Host memory: this process's shards, and one matrix. ValueError where a matrix is not as `like`
-    has it."""
+    of which this process holds a part, by `map`, which may be that of a pool of threads. Host memory: this process's shards, and one matrix (of such a pool:
+    those that are read faster than they are put in their place). ValueError where a matrix is not as `like` has it."""
     leading_shape = like.codebook.shape[:-1]
     shards = _map(_buffers, like)
     held = [buffers for buffers in shards if buffers is not None]
-    for leading in np.ndindex(*leading_shape):
-        if not any(_inside(leading, bounds) for buffers in held for bounds in buffers):
-            continue
-        matrix = read(leading)
+    needed = [
+        leading
+        for leading in np.ndindex(*leading_shape)
+        if any(_inside(leading, bounds) for buffers in held for bounds in buffers)
+    ]
+    for leading, matrix in zip(needed, map(read, needed), strict=True):
         wanted = _map(lambda x: jax.ShapeDtypeStruct(x.shape[len(leading_shape) :], x.dtype), like)
         got = _map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), matrix)
         if got != wanted:

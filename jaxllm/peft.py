@@ -136,7 +136,7 @@ def read(folder, weights: Mapping[str, HfWeight], base: Mapping) -> tuple[Settin
     places: dict[str, dict[tuple, _Place]] = {}  # of each adapted path, by the leading indices of the matrix
     for path in names:
         shape = base[path].shape
-        named = {at: name.removesuffix(".weight") for name, at in hf._places(weights[path], shape)}
+        named = {at: name.removesuffix(".weight") for name, at in hf.tensors_of(weights[path], shape)}
         if found := {at: place for at, name in named.items() if (place := _place(config, name, shape, at))}:
             places[path] = found
     _check_fit(folder, config, tensors, places, weights, base)
@@ -145,9 +145,9 @@ def read(folder, weights: Mapping[str, HfWeight], base: Mapping) -> tuple[Settin
     @functools.lru_cache(maxsize=2)  # fused experts come out of one pair of tensors
     def array(name):
         ((_, flat),) = tensors[name].blocks(1)
-        if hf._has_nonfinite(flat):
+        if hf.has_nonfinite(flat):
             bad.add(name)
-        return hf._cast(flat, np.dtype(np.float32), name).reshape(tensors[name].shape)
+        return hf.cast(flat, np.dtype(np.float32), name).reshape(tensors[name].shape)
 
     places = _halved(config, places, array)
     every = [place for mine in places.values() for place in mine.values()]
@@ -173,7 +173,7 @@ def read(folder, weights: Mapping[str, HfWeight], base: Mapping) -> tuple[Settin
         logger.info("%s: left out, for they are zeros and would remain so: %s", folder, ", ".join(idle))
         arrays = {own: array for own, array in arrays.items() if not any(own in paths(path) for path in idle)}
     if bad:
-        listed = hf._some(sorted(bad, key=hf._natural))
+        listed = hf.some(sorted(bad, key=hf.natural_order))
         raise UserError(f"{folder}: {len(bad)} tensors hold NaN or infinite values: {listed}; get a sound copy")
     if len(ranks) > 1:
         logger.info("%s: ranks %s; the lower ones are filled up with zeros to %d", folder, sorted(ranks), rank)
@@ -192,10 +192,10 @@ def read(folder, weights: Mapping[str, HfWeight], base: Mapping) -> tuple[Settin
 
 def _read_config(folder: Path) -> dict:
     """adapter_config.json with the defaults of absent fields, all of which is honoured or refused."""
-    path = hf._existing(folder) / CONFIG
+    path = hf.existing_folder(folder) / CONFIG
     if not path.is_file():
-        raise UserError(f"{folder}: no {CONFIG}, so no PEFT adapter folder. It holds: {hf._contents(folder)}")
-    config = {"use_rslora": False, "lora_dropout": 0.0, "bias": "none"} | hf._read_json(path)
+        raise UserError(f"{folder}: no {CONFIG}, so no PEFT adapter folder. It holds: {hf.contents(folder)}")
+    config = {"use_rslora": False, "lora_dropout": 0.0, "bias": "none"} | hf.read_json(path)
 
     def refuse(key, why):
         raise UserError(f"{path}: {key} = {json.dumps(config.get(key))}: {why}")
@@ -267,17 +267,17 @@ def _read_config(folder: Path) -> dict:
 
 def _tensors(folder: Path) -> dict[str, hf.Tensor]:
     if (folder / WEIGHTS).is_file():
-        return hf._read_header(folder / WEIGHTS)
+        return hf.read_header(folder / WEIGHTS)
     if pickles := sorted(
         path.name for path in folder.glob("adapter_model.*") if path.suffix in (".bin", ".pt", ".pth")
     ):
         raise UserError(
-            f"{folder}: holds its weights only as pickle ({hf._some(pickles)}). Loading a pickle runs whatever code is in it, so it is never opened here. "
+            f"{folder}: holds its weights only as pickle ({hf.some(pickles)}). Loading a pickle runs whatever code is in it, so it is never opened here. "
             f"Convert it without running that code, and use the {WEIGHTS} that this writes:\n"
             f'  python -c "import torch; from safetensors.torch import save_file; d = torch.load({pickles[0]!r}, weights_only=True); '
             f'save_file({{k: v.contiguous() for k, v in d.items()}}, {WEIGHTS!r})"'
         )
-    raise UserError(f"{folder}: no {WEIGHTS} there. It holds: {hf._contents(folder)}")
+    raise UserError(f"{folder}: no {WEIGHTS} there. It holds: {hf.contents(folder)}")
 
 
 def _place(config: dict, module: str, shape: tuple[int, ...], leading: tuple[int, ...]) -> _Place | None:
@@ -385,7 +385,7 @@ def _check_fit(folder: Path, config: dict, tensors: dict, places: dict, weights:
     }
     if any(report.values()):
         lines = [
-            f"{len(names)} tensors {what}:\n{hf._listing(sorted(names, key=hf._natural))}"
+            f"{len(names)} tensors {what}:\n{hf.listing(sorted(names, key=hf.natural_order))}"
             for what, names in report.items()
             if names
         ]
@@ -439,26 +439,26 @@ def write(out, weights: Mapping[str, HfWeight], settings, arrays: Mapping, base:
         for own, rank_dim in zip(paths(path), (-1, weights[path].name.count("{")), strict=True):
             array = arrays[own] if path in adapted else zeros[own]
             assert array.shape[rank_dim] == settings.rank, f"{own} {array.shape} is not of rank {settings.rank}"
-            for name, leading in hf._places(table[own], array.shape):
+            for name, leading in hf.tensors_of(table[own], array.shape):
                 places[name] = array, leading
-                shapes[name] = hf._file_shape(table[own], array.shape)
-    names = sorted(places, key=hf._natural)
+                shapes[name] = hf.file_shape(table[own], array.shape)
+    names = sorted(places, key=hf.natural_order)
     sizes = {name: 4 * math.prod(shape) for name, shape in shapes.items()}
     partial, writes = out.with_name(f".{out.name}.partial-{os.getpid()}"), jax.process_index() == 0
     try:
         if writes:
             partial.mkdir(parents=True)
         with open(partial / WEIGHTS if writes else os.devnull, "wb") as stream:
-            stream.write(hf._header(np.dtype(np.float32), names, shapes, sizes))
+            stream.write(hf.header_of(np.dtype(np.float32), names, shapes, sizes))
             for name in names:
                 array, leading = places[name]
-                matrix = hf._fetch(array, leading).reshape(shapes[name][::-1]).T
+                matrix = hf.fetch(array, leading).reshape(shapes[name][::-1]).T
                 stream.write(np.ascontiguousarray(matrix, np.float32).data)
             stream.flush()
             if writes:
                 os.fsync(stream.fileno())  # or the rename below may reach the disk before the data
         if writes:
-            hf._write_json(partial / CONFIG, _config(settings, modules, any(_MOE in name for name in names), base))
+            hf.write_json(partial / CONFIG, _config(settings, modules, any(_MOE in name for name in names), base))
             os.replace(partial, out)
     finally:
         if writes:
@@ -525,7 +525,7 @@ def merge(kernel, a, b, scale: float) -> np.ndarray:
         scaled = np.float32(scale) * b[at].reshape(rank, -1).astype(np.float32)
         total = (a[at].reshape(-1, rank).astype(np.float32) @ scaled).reshape(kernel[at].shape)
         total += kernel[at].astype(np.float32, copy=False)
-        merged[at] = hf._cast(total, kernel.dtype, "merged weight")
+        merged[at] = hf.cast(total, kernel.dtype, "merged weight")
     return merged
 
 
@@ -545,5 +545,5 @@ def merge_params(params: Mapping, arrays: Mapping, scale: float) -> tuple[dict, 
         count += math.prod(arrays[a].shape[: arrays[a].ndim + arrays[b].ndim - params[path].ndim - 2])
         left -= {a, b}
     if left:
-        raise UserError(f"the model has no weights for {hf._some(sorted(left))}; take the adapter's own base model")
+        raise UserError(f"the model has no weights for {hf.some(sorted(left))}; take the adapter's own base model")
     return merged, count

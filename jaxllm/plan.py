@@ -167,7 +167,9 @@ def fp8_share(program, in_kernels) -> float | None:
     `kernel_flops` says, and None if that does."""
     if in_kernels is None:
         return None
-    work = [(p.dtypes, p.flops) for p in program.products if not re.search(r"\b(loss|router|attention)\b", p.name)]
+    work = [
+        (p.dtypes, p.flops) for p in program.products if not re.search(r"\b(loss|router|attention|adapter)\b", p.name)
+    ]
     for kernel, flops in zip(program.kernels, in_kernels, strict=True):
         if kernel.name.startswith("grouped_"):
             arrays = [dtype for dtype, dims in kernel.operands if len(dims) >= 2 and dtype[0] in "bf"]
@@ -233,7 +235,8 @@ def report(cfg, on: str) -> dict:
         "experts": experts,
         "fits": gib(need) + RESERVE_GIB <= capacity,
         "memory_gib": {
-            "weights": gib(at_rest(state.params)),
+            "weights": gib(at_rest(state.params, state.frozen)),
+            "frozen": gib(at_rest(state.frozen)),
             "optimizer": gib(at_rest(state.opt_state) - on_host),
             "temporaries": gib(memory.temp_size_in_bytes),
             "need": gib(need),
@@ -242,6 +245,7 @@ def report(cfg, on: str) -> dict:
             "host": gib(memory.host_temp_size_in_bytes + 2 * on_host),
             "device": capacity,
         },
+        "trained_parameters": sum(math.prod(x.shape) for x in state.params.values()),
         "flops_per_step_per_device": program.flops,
         "kernel_flops_per_step_per_device": None if in_kernels is None else sum(in_kernels),
         "fp8_share": fp8_share(program, in_kernels),
@@ -258,12 +262,13 @@ def report(cfg, on: str) -> dict:
 def page(facts: dict) -> str:
     """The same for a reader."""
     memory = facts["memory_gib"]
+    frozen = f" ({memory['frozen']:.1f} frozen)" if memory["frozen"] else ""
     lines = [
         facts["attention"],
         facts["products"],
         *([facts["experts"]] if facts["experts"] else []),
         f"{facts['devices']} x {facts['device']} ({facts['evidence']}), compiled in {facts['compile_s']} s",
-        f"memory per GPU: need {memory['need']:.1f} GiB = weights {memory['weights']:.1f} + optimizer {memory['optimizer']:.1f} + temporaries "
+        f"memory per GPU: need {memory['need']:.1f} GiB = weights {memory['weights']:.1f}{frozen} + optimizer {memory['optimizer']:.1f} + temporaries "
         f"{memory['temporaries']:.1f}; with {memory['reserve']:.0f} GiB in reserve it {'fits' if facts['fits'] else 'does NOT fit'} in {memory['device']:.1f}",
     ]
     if memory["host"]:

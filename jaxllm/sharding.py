@@ -24,10 +24,10 @@ BATCH = ("replica", "data", "expert")
 WEIGHTS = ("data", "sequence", "expert")
 
 AT_REST = {
-    "batch": BATCH, "sequence": "sequence", "embed": WEIGHTS, "bias": WEIGHTS, "experts": "expert",
+    "batch": BATCH, "sequence": "sequence", "embed": WEIGHTS, "bias": WEIGHTS, "outputs": WEIGHTS, "experts": "expert", "rank": None,
     "heads": None, "kv_heads": None, "head_dim": None, "mlp": None, "vocab": None, "layers": None, "router": None,
 }  # fmt: skip
-IN_USE = {**AT_REST, "embed": None, "bias": None}
+IN_USE = {**AT_REST, "embed": None, "bias": None, "outputs": None}
 
 
 class MeshConfig(Section):

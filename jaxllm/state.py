@@ -7,7 +7,7 @@ stays behind in `graphdef`.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,10 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxllm import fp8, optim, sharding
+from jaxllm import fp8, frozen, optim, sharding
 from jaxllm.attention import AttentionConfig
 from jaxllm.linear import PrecisionConfig
+from jaxllm.lora import NO_ADAPTERS, Adapter, LoRAConfig
 from jaxllm.models import FAMILIES
 from jaxllm.models.decoder import Decoder, ModelConfig
 from jaxllm.moe import MoEConfig
@@ -29,8 +30,8 @@ _NO_MOE = MoEConfig()  # what dense models do not read
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """step: i32[], batches consumed so far. params: what is trained, {path: array}. frozen: weights that are only read (empty in full
-    training). fp8: {path: fp8.Scaling} (empty without FP8). opt_state: the optimizer's. Random numbers are fold_in(seed, step), so none is kept."""
+    """step: i32[], batches consumed so far. params: what is trained, {path: array}. frozen: what is only read (empty without adapters).
+    fp8: {path: fp8.Scaling} (empty without FP8). opt_state: the optimizer's. Random numbers are fold_in(seed, step), so none is kept."""
 
     step: Any
     params: dict
@@ -39,33 +40,54 @@ class TrainState:
     opt_state: Any
 
 
-def _build(model: ModelConfig, precision: PrecisionConfig, attention: AttentionConfig, moe: MoEConfig, seed):
+class Declared(NamedTuple):
+    """What a model is made of, on the current mesh: ShapeDtypeStructs with their shardings at rest, {path: array} each. params: what is trained. frozen: what
+    is only read; the arrays of a weight in another form than floats lie below its path (`frozen.joined`). fp8: {path: fp8.Scaling}, replicated; none
+    unless precision.matmul asks for it."""
+
+    graphdef: Any
+    params: dict
+    frozen: dict
+    fp8: dict
+
+
+def _build(
+    model: ModelConfig, precision: PrecisionConfig, attention: AttentionConfig, moe: MoEConfig, lora: LoRAConfig, seed
+):
     rngs = nnx.Rngs(params=jax.random.key(seed))
-    decoder = Decoder(model, precision, attention, moe, FAMILIES[model.family].Block, rngs=rngs)
+    decoder = Decoder(model, precision, attention, moe, lora, FAMILIES[model.family].Block, rngs=rngs)
     graphdef, variables = nnx.split(decoder)
-    return graphdef, dict(nnx.to_flat_state(variables))
+    return graphdef, {"/".join(map(str, path)): variable for path, variable in nnx.to_flat_state(variables)}
 
 
-def declare(model: ModelConfig, precision: PrecisionConfig, attention: AttentionConfig, moe: MoEConfig = _NO_MOE):
-    """(graphdef, {path: parameter}, {path: FP8 state}) on the current mesh, ShapeDtypeStructs with their shardings at rest, nothing allocated. The FP8 state
-    is replicated, and there is none unless precision.matmul asks for it."""
+def declare(
+    model: ModelConfig,
+    precision: PrecisionConfig,
+    attention: AttentionConfig,
+    moe: MoEConfig = _NO_MOE,
+    lora: LoRAConfig = NO_ADAPTERS,
+) -> Declared:
+    """What the model that these describe is made of, nothing allocated."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         raise ValueError("no mesh: call this under `with jax.set_mesh(jaxllm.make_mesh(cfg.mesh)):`")
     mesh = jax.sharding.get_mesh()
-    graphdef, variables = jax.eval_shape(functools.partial(_build, model, precision, attention, moe), 0)
-    params, scales = {}, {}
+    graphdef, variables = jax.eval_shape(functools.partial(_build, model, precision, attention, moe, lora), 0)
+    params, kept, scales = {}, {}, {}
     for path, variable in variables.items():
         value, axes = variable.get_value(), variable.get_metadata()["axes"]
-        name = "/".join(map(str, path))
         if isinstance(variable, fp8.Observed):
-            scales[name] = jax.eval_shape(functools.partial(fp8.initial, precision.fp8, value.shape[:-1]))
+            scales[path] = jax.eval_shape(functools.partial(fp8.initial, precision.fp8, value.shape[:-1]))
             continue
         names = (*("layers",) * (value.ndim - len(axes)), *axes)
-        placed = sharding.at_rest(mesh, name, names, value.shape)
-        params[name] = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=placed)
+        placed = sharding.at_rest(mesh, path, names, value.shape)
+        if lora.rank is None or isinstance(variable, Adapter):
+            params[path] = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=placed)
+        else:
+            dtype = value.dtype if isinstance(variable, frozen.Part) else lora.frozen_dtype
+            kept[path] = jax.ShapeDtypeStruct(value.shape, dtype, sharding=placed)
     placed = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding.replicated(mesh))
-    return graphdef, params, jax.tree.map(placed, scales)
+    return Declared(graphdef, params, kept, jax.tree.map(placed, scales))
 
 
 def initialise(
@@ -75,17 +97,17 @@ def initialise(
     attention: AttentionConfig,
     seed: int,
     moe: MoEConfig = _NO_MOE,
+    lora: LoRAConfig = NO_ADAPTERS,
 ) -> dict:
-    """New random parameters, created where they rest; the same values on every mesh, drawn in float32 whatever they are kept in."""
+    """New random weights, of floats, created where they rest; the same values on every mesh, drawn in float32 whatever they are kept in. What adapters stand
+    beside is what a run without adapters would start from. abstract: {path: ShapeDtypeStruct}, all of them or some."""
     drawn = precision.model_copy(update={"param": "float32"})
 
     def make(seed):
-        variables = _build(model, drawn, attention, moe, seed)[1]
-        values = {"/".join(map(str, path)): variable.get_value() for path, variable in variables.items()}
-        return {path: values[path].astype(leaf.dtype) for path, leaf in abstract.items()}
+        variables = _build(model, drawn, attention, moe, lora.in_floats, seed)[1]
+        return {path: variables[path].get_value().astype(leaf.dtype) for path, leaf in abstract.items()}
 
-    make = jax.jit(make, out_shardings={path: leaf.sharding for path, leaf in abstract.items()})
-    return make(seed)
+    return jax.jit(make, out_shardings={path: leaf.sharding for path, leaf in abstract.items()})(seed)
 
 
 def merge(graphdef, variables: dict) -> Decoder:

@@ -13,13 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxllm import attention, checkpoint, fp8, hardware, hf, linear, moe, optim
+from jaxllm import attention, fp8, hardware, linear, moe, optim, weights
 from jaxllm import state as states
 from jaxllm.config import Config
-from jaxllm.hub import resolve_model_path
 from jaxllm.linear import dot, gather
 from jaxllm.loss import HEAD_NAMES, cross_entropy
-from jaxllm.models import FAMILIES
 from jaxllm.section import UserError
 from jaxllm.sharding import BATCH, axis_size, replicated
 from jaxllm.state import TrainState
@@ -27,31 +25,23 @@ from jaxllm.state import TrainState
 
 def abstract_state(cfg: Config):
     """(graphdef, TrainState of ShapeDtypeStructs with shardings) on the current mesh: what `init_state` makes, without making it."""
-    graphdef, params, scales = states.declare(cfg.model, cfg.precision, cfg.attention, cfg.moe)
-    opt_state = states.abstract_opt_state(cfg.optimizer, params)
-    return graphdef, TrainState(step=states.abstract_step(), params=params, frozen={}, fp8=scales, opt_state=opt_state)
+    declared = weights.declare(cfg)
+    opt_state = states.abstract_opt_state(cfg.optimizer, declared.params)
+    return declared.graphdef, TrainState(states.abstract_step(), *declared[1:], opt_state)
 
 
 def init_state(cfg: Config):
-    """(graphdef, TrainState) at step 0 on the current mesh: weights from cfg.model.path, or random from cfg.seed."""
+    """(graphdef, TrainState) at step 0 on the current mesh: weights from cfg.model.path and cfg.model.adapter, or random from cfg.seed."""
     graphdef, abstract = abstract_state(cfg)
-    if cfg.model.path is None:
-        params = states.initialise(abstract.params, cfg.model, cfg.precision, cfg.attention, cfg.seed, cfg.moe)
-    else:
-        folder, _ = resolve_model_path(cfg.model.path, cfg.model.revision)
-        if (folder / "config.json").is_file():
-            params = hf.load_params(folder, FAMILIES[cfg.model.family].hf_weights(cfg.model), abstract.params)
-        else:
-            params, _ = checkpoint.load_params(folder, abstract.params)
-    return graphdef, start(cfg, abstract, params)
+    return graphdef, start(cfg, abstract, *weights.load(cfg, weights.declare(cfg)))
 
 
-def start(cfg: Config, abstract: TrainState, params: dict) -> TrainState:
-    """A TrainState at step 0 around these parameters."""
+def start(cfg: Config, abstract: TrainState, params: dict, frozen: dict | None = None) -> TrainState:
+    """A TrainState at step 0 around these weights."""
     opt_state = states.zeros(abstract.opt_state)
     step = jax.device_put(jnp.zeros((), jnp.int32), abstract.step.sharding)
     scales = states.initial_fp8(cfg.precision.fp8, abstract.fp8)
-    return TrainState(step=step, params=params, frozen={}, fp8=scales, opt_state=opt_state)
+    return TrainState(step=step, params=params, frozen=frozen or {}, fp8=scales, opt_state=opt_state)
 
 
 def recording(cfg: Config) -> Config:
@@ -60,7 +50,7 @@ def recording(cfg: Config) -> Config:
 
 
 def _variables(state: TrainState) -> dict:
-    return {**state.params, **fp8.observed(state.fp8)}
+    return {**state.params, **state.frozen, **fp8.observed(state.fp8)}
 
 
 def _hidden(graphdef, variables, rows, noise=None):
@@ -91,6 +81,7 @@ def _sums(graphdef, variables, rows, cfg: Config, step=None, noise=None):
             cfg.loss,
             cfg.precision.compute,
             cfg.precision.gradient_reduce,
+            head_is_trained=cfg.lora.rank is None,
         )
     parts = {"loss_sum": loss_sum, "z_sum": z_sum}
     if seen and step is not None:
@@ -120,17 +111,22 @@ def _whole_step(graphdef, variables, batch, cfg: Config, noise):
     return trained, real, jax.lax.scan(counted, zeros, (batch, numbers))[0]
 
 
-def gradients(graphdef, params: dict, batch, cfg: Config, number=0, scales: dict | None = None):
+def gradients(
+    graphdef, params: dict, batch, cfg: Config, number=0, scales: dict | None = None, frozen: dict | None = None
+):
     """(gradients of the summed loss {path: array}, parts) over all microbatches of `batch`, undivided; of one microbatch in the parameters' dtype, of several
-    summed in float32. number: of the step, for its random numbers. scales: `fp8.observed` of the state; parts["fp8"] are then its gradients, joined."""
-    whole, key, numbers, scales = None, None, None, scales or {}
-    if cfg.model.num_local_experts:
+    summed in float32. number: of the step, for its random numbers. scales: `fp8.observed` of the state; parts["fp8"] are then its gradients, joined.
+    frozen: that of the state."""
+    whole, key, numbers, scales, frozen = None, None, None, scales or {}, frozen or {}
+    if cfg.model.num_local_experts or cfg.lora.dropout:
         key, numbers = noise = _noise(batch, cfg, number)
-        whole = _whole_step(graphdef, params | scales, batch, cfg, noise)
+    if cfg.model.num_local_experts:
+        whole = _whole_step(graphdef, params | frozen | scales, batch, cfg, noise)
 
     def total(params, scales, microbatch):
         rows, numbers = microbatch
-        return _sums(graphdef, params | scales, rows, cfg, whole, None if key is None else (key, numbers))
+        noise = None if key is None else (key, numbers)
+        return _sums(graphdef, params | frozen | scales, rows, cfg, whole, noise)
 
     def one(microbatch):
         (_, parts), (grads, seen) = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(params, scales, microbatch)
@@ -174,7 +170,8 @@ def make_train_step(graphdef, cfg: Config, *, after_warmup: bool = False):
 
     def differentiate(state: TrainState, batch):
         """(summed gradients, (how to descend them, the next FP8 state), metrics)."""
-        sums, parts = gradients(graphdef, state.params, batch, cfg, state.step, fp8.observed(state.fp8))
+        scales = fp8.observed(state.fp8)
+        sums, parts = gradients(graphdef, state.params, batch, cfg, state.step, scales, state.frozen)
         tokens = jnp.sum(batch.loss_weights)
         share = 1.0 / jnp.maximum(tokens, 1e-6)
         loss, z_loss = parts["loss_sum"] * share, cfg.loss.z_loss * parts["z_sum"] * share

@@ -96,7 +96,7 @@ def train(cfg) -> int:
     """Runs the config to its last step (or a signal) and returns the exit code."""
     import jax
 
-    from jaxllm import attention, checkpoint, config, linear, moe, sharding, step
+    from jaxllm import attention, checkpoint, config, linear, moe, sharding, step, weights
     from jaxllm.data.batch import evaluation_sets, make_batches
     from jaxllm.metrics import Metrics, phase
 
@@ -152,7 +152,8 @@ def train(cfg) -> int:
                 )
             batches = make_batches(cfg, cursors=cursors)
             stack.callback(batches.close)  # at once: a thread that is at work while Python ends takes the process down
-            if start is not None and batches.fingerprint != checkpoints.data_fingerprint(start):
+            told = {} if start is None else checkpoints.told(start)
+            if start is not None and batches.fingerprint != told["data_fingerprint"]:
                 raise UserError(
                     f"data: the documents or the tokenizer are not those of the checkpoint at step {start}, whose position in the data would "
                     "mean nothing; bring them back, or start another output_dir with model.path set to this checkpoint"
@@ -169,14 +170,26 @@ def train(cfg) -> int:
             )
         for name, held_out in evaluation.items():
             print(f"evaluating on {f'{name}: ' if name else ''}{held_out.summary}", flush=True)
-        if start is None:
-            with phase(f"loading weights from {cfg.model.path}" if cfg.model.path else "making random weights"):
+        base, source = None, f"loading weights from {cfg.model.path}" if cfg.model.path else "making random weights"
+        with phase(source) if start is None or cfg.lora.rank is not None else contextlib.nullcontext():
+            if start is None:
                 graphdef, state = step.init_state(cfg)
+            elif cfg.lora.rank is not None:
+                state = dataclasses.replace(state, frozen=weights.load_frozen(cfg, weights.declare(cfg)))
+            if cfg.lora.rank is not None:
+                base = {
+                    "path": cfg.model.path,
+                    "revision": cfg.model.revision,
+                    "checksum": weights.checksum(state.frozen),
+                }
+                check_base(base, told.get("base"), start)
+                print(lora_line(cfg, state), flush=True)
+        if start is None:
             start = 0
         else:
             print(f"resuming from step {start}", flush=True)
             checkpoints.set_aside_after(start)
-        run = Run(cfg, graphdef, state, batches, evaluation, checkpoints, text, interruption)
+        run = Run(cfg, graphdef, state, batches, evaluation, checkpoints, text, interruption, base)
         run.compile(step, mesh, start)
         if replaced:
             replaced.give_up()
@@ -189,18 +202,40 @@ def train(cfg) -> int:
             cfg.logging,
             total_steps=cfg.steps,
             start_step=start,
-            flops_per_step=cfg.model.flops_per_token(cfg.data.seq_len) * cfg.data.global_batch_size * cfg.data.seq_len,
+            flops_per_step=cfg.model.flops_per_token(cfg.data.seq_len, frozen=base is not None)
+            * cfg.data.global_batch_size
+            * cfg.data.seq_len,
             peak_flops=peak_flops(cfg, device),
         )
         with log:
             return run.loop(start, log)
 
 
+def check_base(base, saved, start) -> None:
+    """UserError where adapters were trained beside other frozen weights than these."""
+    if saved is not None and saved["checksum"] != base["checksum"]:
+        raise UserError(
+            f"model.path: {base['path']!r} does not hold the weights that the adapters of step {start} were trained on: their checksum was {saved['checksum']} "
+            f"({saved['path']!r}), and it is {base['checksum']}; give that folder, or start another output_dir with these"
+        )
+
+
+def lora_line(cfg, state) -> str:
+    """What is trained, in a line."""
+    lora, count = cfg.lora, sum(p.size for p in state.params.values())
+    return (
+        f"adapters: rank {lora.rank}, scale {lora.scale:g}, dropout {lora.dropout:g}, on {', '.join(lora.targets)}: {count:,} trained parameters; "
+        f"frozen weights in {lora.base}"
+    )
+
+
 def restore(cfg, checkpoints, start, abstract):
-    """(state, cursors, whether the FP8 state is new) of a checkpoint. One of a run that went over to FP8, or away from it, gets a new FP8 state, or none."""
+    """(state without frozen weights, cursors, whether the FP8 state is new) of a checkpoint. One of a run that went over to FP8, or away from it, gets a new
+    FP8 state, or none."""
     from jaxllm import config
     from jaxllm import state as states
 
+    abstract = dataclasses.replace(abstract, frozen={})
     saved = config.load_config(checkpoints.folder / str(start) / "config.toml", resolve_path=False)
     if (saved.precision.matmul == "compute") == (cfg.precision.matmul == "compute"):
         return *checkpoints.restore(start, abstract)[:2], False
@@ -212,8 +247,10 @@ def restore(cfg, checkpoints, start, abstract):
 class Run:
     """The parts of a run that the loop moves."""
 
-    def __init__(self, cfg, graphdef, state, batches, evaluation, checkpoints, text, interruption):
+    def __init__(self, cfg, graphdef, state, batches, evaluation, checkpoints, text, interruption, base):
         import jax
+
+        self.base = base
 
         self.cfg, self.graphdef, self.state, self.batches = cfg, graphdef, state, batches
         self.evaluation, self.checkpoints, self.text, self.interruption = evaluation, checkpoints, text, interruption
@@ -320,7 +357,9 @@ class Run:
 
     def save(self, step, log):
         with log.pause():
-            self.checkpoints.save(step, self.state, self.batches.cursors, self.text, self.batches.fingerprint)
+            state = dataclasses.replace(self.state, frozen={})
+            identity = self.batches.fingerprint, self.base
+            self.checkpoints.save(step, state, self.batches.cursors, self.text, *identity)
 
     def evaluate(self, step, log) -> int:
         """Token-weighted mean loss over the documents of every set; given up, without a row, when the run is to stop."""
@@ -353,13 +392,17 @@ class Run:
 
 def export(cfg, params, step, tokenizer_folder) -> None:
     """Writes <output_dir>/export/<step> when checkpoint.export asks for it and it is not there."""
-    from jaxllm import hf
+    from jaxllm import hf, peft
     from jaxllm.models import FAMILIES
 
     family, folder = FAMILIES[cfg.model.family], pathlib.Path(cfg.output_dir) / "export" / str(step)
     if cfg.checkpoint.export is None or folder.exists():
         return
     folder.parent.mkdir(exist_ok=True)
+    if cfg.lora.rank is not None:
+        peft.write(folder, family.hf_weights(cfg.model), cfg.lora, params, cfg.model.path or "")
+        print(f"PEFT folder: {folder}", flush=True)
+        return
     hf.save_folder(
         params,
         family.hf_weights(cfg.model),
@@ -469,9 +512,10 @@ def memory_estimate(abstract, device) -> str:
         return sum(np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves) / 2**30
 
     count = sum(int(np.prod(p.shape)) for p in abstract.params.values())
-    known = hardware.of(device.device_kind)
+    known, trained = hardware.of(device.device_kind), " trained" if abstract.frozen else ""
+    at_rest = on_device((abstract.params, abstract.frozen))
     return (
-        f"{count:,} parameters; on each device {on_device(abstract.params):.2f} GiB of weights and {on_device(abstract.opt_state):.2f} GiB "
+        f"{count:,}{trained} parameters; on each device {at_rest:.2f} GiB of weights and {on_device(abstract.opt_state):.2f} GiB "
         f"of optimizer state{f', of {known.memory_gib:.0f}' if known else ''}, plus gradients and activations (python -m jaxllm.plan compiles "
         "to find out)"
     )

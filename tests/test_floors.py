@@ -10,9 +10,11 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FLOORS = [
     {"section"},
-    {"sharding", "hardware", "hlo", "hub", "fp8"},
-    {"linear", "attention", "exchange", "optim", "nf4"},
-    {"bnb"},
+    {"sharding", "hardware", "hlo", "hub", "fp8", "noise"},
+    {"attention", "exchange", "optim", "nf4"},
+    {"bnb", "lora"},
+    {"frozen"},
+    {"linear"},
     {"grouped_linear"},
     {"layers", "moe"},
     {"models", "models.decoder", "models.llama", "models.mixtral"},
@@ -35,6 +37,7 @@ FLOORS = [
         "metrics",
     },
     {"config", "peft"},
+    {"weights"},
     {"step"},
     {"generate", "plan", "convert", "data.__main__"},
     {"train", "__main__"},

@@ -652,7 +652,7 @@ def test_full_disk_is_one_message_and_leaves_nothing(folder, tmp_path, monkeypat
 
 
 def test_export_that_fails_half_way_leaves_nothing(folder, tmp_path, monkeypatch):
-    params, fetch, calls = load(folder), hf._fetch, []
+    params, fetch, calls = load(folder), hf.fetch, []
 
     def stop(array, leading):
         calls.append(leading)
@@ -660,7 +660,7 @@ def test_export_that_fails_half_way_leaves_nothing(folder, tmp_path, monkeypatch
             raise KeyboardInterrupt
         return fetch(array, leading)
 
-    monkeypatch.setattr(hf, "_fetch", stop)
+    monkeypatch.setattr(hf, "fetch", stop)
     with pytest.raises(KeyboardInterrupt):
         save(params, tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]

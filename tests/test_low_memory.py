@@ -215,7 +215,7 @@ def test_devices_without_the_memory_are_refused(monkeypatch):
         devices = np.array([Device()])
 
     with jax.set_mesh(mesh()):
-        _, params, _ = states.declare(tiny().model, tiny().precision, tiny().attention)
+        _, params, *_ = states.declare(tiny().model, tiny().precision, tiny().attention)
     monkeypatch.setattr(jax.sharding, "get_mesh", Mesh)
     with pytest.raises(
         UserError, match='moments_memory: "host" needs devices with the memory "pinned_host".* have device'

@@ -62,7 +62,7 @@ def pair(request, tmp_path_factory):
         None, f"model.path={folder}", "precision.compute=float32", "loss.chunk_size=128", "data.seq_len=64"
     )
     with jax.set_mesh(mesh()):
-        graphdef, abstract, _ = states.declare(cfg.model, cfg.precision, cfg.attention)
+        graphdef, abstract, *_ = states.declare(cfg.model, cfg.precision, cfg.attention)
         params = hf.load_params(folder, llama.hf_weights(cfg.model), abstract)
     return model, cfg, params, graphdef
 
@@ -105,7 +105,7 @@ def test_far_positions_on_a_ring_equal_transformers(tmp_path):
     packed["positions"] = packed["positions"] + (131072 - T)
     device_mesh = mesh(sequence=4)
     with jax.set_mesh(device_mesh):
-        graphdef, abstract, _ = states.declare(cfg.model, cfg.precision, cfg.attention)
+        graphdef, abstract, *_ = states.declare(cfg.model, cfg.precision, cfg.attention)
         params = hf.load_params(tmp_path, llama.hf_weights(cfg.model), abstract)
         batch = to_device(packed, 1, device_mesh)
         grads, parts = jax.jit(lambda p, b: step.gradients(graphdef, p, b, cfg))(params, batch)

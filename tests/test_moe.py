@@ -15,6 +15,7 @@ from jaxllm import state as states
 from jaxllm.data.batch import to_device
 from jaxllm.grouped_linear import grouped_matmul
 from jaxllm.models import mixtral
+from jaxllm.noise import named
 from jaxllm.section import UserError
 from support import ROOT, error, hugging_face, mesh, mesh_name, ours, rows, tiny, worst
 
@@ -278,7 +279,7 @@ def test_routing_weights_are_softmax_over_the_chosen():
 def test_float32_logits_tell_apart_what_is_equal_in_bfloat16(router, chosen):
     """1.001953125 and 1 are one number in bfloat16, and of equal ones the lower id comes first."""
     cfg = tiny(*MIXTRAL, "model.num_local_experts=4", "precision.compute=bfloat16", f"moe.router={router}")
-    moe_layer = mixtral.SparseMoE(cfg.model, cfg.precision, cfg.moe, rngs=nnx.Rngs(0))
+    moe_layer = mixtral.SparseMoE(cfg.model, cfg.precision, cfg.moe, cfg.lora, rngs=nnx.Rngs(0))
     wanted = jnp.asarray([0, 1.0, 1.001953125, -1])
     moe_layer.router.set_value(jnp.zeros((64, 4)).at[0].set(wanted))
     seen = []
@@ -304,13 +305,13 @@ def test_jitter_multiplies_what_router_and_experts_read(rng):
     x = jnp.asarray(rng.standard_normal((2, 64, 64)), jnp.float32)
     places = jnp.broadcast_to(jnp.arange(64, dtype=jnp.int32)[None], (2, 64))
     noise, jitter = (jax.random.key(1), jnp.arange(2, dtype=jnp.int32), places), jax.jit(moe.jitter, static_argnums=2)
-    factor = jitter(jnp.ones_like(x), noise, 0.1)
+    factor = jitter(jnp.ones_like(x), named(noise, "jitter"), 0.1)
     assert 0.9 <= factor.min() < 0.901 and 1.099 < factor.max() < 1.1 and abs(factor.mean() - 1) < 2e-3
     assert abs(np.corrcoef(factor[0, 0], factor[0, 1])[0, 1]) < 0.5, "each token has numbers of its own"
-    turned = jitter(jnp.ones_like(x), (noise[0], noise[1][::-1], places[:, ::-1]), 0.1)
+    turned = jitter(jnp.ones_like(x), named((noise[0], noise[1][::-1], places[:, ::-1]), "jitter"), 0.1)
     assert np.array_equal(turned, factor[::-1, ::-1]), "which belong to its row and place alone"
     cfg, real = tiny(*MIXTRAL, "model.router_jitter_noise=0.1"), jnp.ones((2, 64), bool)
-    moe_layer = mixtral.SparseMoE(cfg.model, cfg.precision, cfg.moe, rngs=nnx.Rngs(0))
+    moe_layer = mixtral.SparseMoE(cfg.model, cfg.precision, cfg.moe, cfg.lora, rngs=nnx.Rngs(0))
     run = jax.jit(lambda *a: moe_layer(*a))
     with jax.set_mesh(mesh()):
         noisy, calm, before = run(x, real, noise), run(x, real), run(x * factor, real)
@@ -367,7 +368,7 @@ def loaded(folder, sizes, *overrides):
     )
     device_mesh = mesh(**sizes)
     with jax.set_mesh(device_mesh):
-        graphdef, abstract, _ = states.declare(cfg.model, cfg.precision, cfg.attention, cfg.moe)
+        graphdef, abstract, *_ = states.declare(cfg.model, cfg.precision, cfg.attention, cfg.moe)
         params = hf.load_params(folder, mixtral.hf_weights(cfg.model), abstract)
     return cfg, device_mesh, graphdef, params
 

@@ -319,7 +319,7 @@ def test_nothing_is_written_over_and_nothing_half_is_left(bases, tmp_path, monke
     def fails(*_):
         raise OSError("no")
 
-    monkeypatch.setattr(hf, "_write_json", fails)
+    monkeypatch.setattr(hf, "write_json", fails)
     with pytest.raises(OSError, match="no"):
         written(bases["llama"], tmp_path / "b", ["q_proj"])
     assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
@@ -373,7 +373,7 @@ def test_aws_preset_has_as_many_parameters_as_aws_counts():
     count = {}
     for name, path in named.items():
         leading = math.prod(shapes[path].shape[: weights[path].name.count("{")])
-        count[name] = 16 * leading * sum(hf._file_shape(weights[path], shapes[path].shape))
+        count[name] = 16 * leading * sum(hf.file_shape(weights[path], shapes[path].shape))
     assert sum(count.values()) == 242_225_152
     assert sum(count[name] for name in ATTENTION) == 13_631_488
 

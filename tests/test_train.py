@@ -588,7 +588,7 @@ def test_an_error_saves_the_run_only_where_no_other_process_would_have_to_join(m
         steps = []
         checkpoints = SimpleNamespace(wait=lambda: None)
         idle = SimpleNamespace(signal=None)
-        run_at_work = train.Run(cfg, None, None, broken(), {}, checkpoints, "", idle)
+        run_at_work = train.Run(cfg, None, None, broken(), {}, checkpoints, "", idle, None)
         monkeypatch.setattr(run_at_work, "save", lambda step, log, steps=steps: steps.append(step), raising=False)
         with pytest.raises(train.UserError, match=r"a\.jsonl:3"):
             run_at_work.loop(0, None)

@@ -19,12 +19,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxllm.attention import AttentionConfig
 from jaxllm.layers import Embedding, RMSNorm, check_rope, rope_frequencies, rotary_tables
 from jaxllm.linear import PrecisionConfig
+from jaxllm.lora import LINEAR as LINEAR_NAMES
+from jaxllm.lora import LoRAConfig
 from jaxllm.moe import MoEConfig
 from jaxllm.section import Section, UserError
 from jaxllm.sharding import constrain
 
 ATTENTION_NAMES = ("attn_out", "attn_lse")
-LINEAR_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _policies = jax.checkpoint_policies
 
 # What the backward pass of a block keeps; everything else is computed again. The input of each block is always kept, and so are the magnitudes that FP8
@@ -64,6 +65,8 @@ class ModelConfig(Section):
     """Hugging Face folder, hub name, or jaxllm checkpoint to start from; none: random weights."""
     revision: str | None = None
     """Revision of a hub name; recorded when it was looked up."""
+    adapter: str | None = None
+    """PEFT folder with the LoRA adapters to start from; none: new ones. Their rank, alpha and targets are to be those of the section lora."""
     remat: Literal["none", "dots", "attention", "full", "offload"] = "attention"
     """What the backward pass keeps of each block: everything; matmul and attention outputs; attention outputs; the block's input; the
     block's input, in host memory. The further right, the less memory and the more recomputation."""
@@ -182,14 +185,16 @@ class ModelConfig(Section):
             mlp = self.num_experts_per_tok * mlp + self.hidden_size * self.num_local_experts
         return self.num_hidden_layers * (attention + mlp) + self.vocab_size * self.hidden_size
 
-    def flops_per_token(self, seq_len: int) -> float:
-        """Training FLOPs of one token in a row of seq_len: 6 per weight, and 12 x layers x heads x head_dim per key that a token sees on
-        average: seq_len / 2, less with a window. Recomputation, norms and the embedding look-up count nothing (Chowdhery et al. 2022,
-        appendix B, halved for causality)."""
+    def flops_per_token(self, seq_len: int, frozen: bool = False) -> float:
+        """Training FLOPs of one token in a row of seq_len: 6 per weight (4 of frozen weights, which have no gradient; their adapters count nothing), and
+        12 x layers x heads x head_dim per key that a token sees on average: seq_len / 2, less with a window. Recomputation, norms and the embedding look-up
+        count nothing (Chowdhery et al. 2022, appendix B, halved for causality)."""
         window = min(self.sliding_window or seq_len, seq_len)
         keys = window - window**2 / (2 * seq_len)
+        per_weight = 4 if frozen else 6
         return (
-            6 * self.matmul_parameters + 12 * self.num_hidden_layers * self.num_attention_heads * self.head_dim * keys
+            per_weight * self.matmul_parameters
+            + 12 * self.num_hidden_layers * self.num_attention_heads * self.head_dim * keys
         )
 
 
@@ -209,6 +214,7 @@ class Decoder(nnx.Module):
         precision: PrecisionConfig,
         attention: AttentionConfig,
         moe: MoEConfig,
+        lora: LoRAConfig,
         make_block,
         *,
         rngs: nnx.Rngs,
@@ -218,7 +224,7 @@ class Decoder(nnx.Module):
         self.embed_tokens = Embedding(
             config.vocab_size, size, precision, rngs=rngs, stddev=stddev, pad_token_id=config.pad_token_id
         )
-        block = lambda layer_rngs: make_block(config, precision, attention, moe, rngs=layer_rngs)
+        block = lambda layer_rngs: make_block(config, precision, attention, moe, lora, rngs=layer_rngs)
         self.layers = stacked(block, config.num_hidden_layers, rngs)
         self.norm = RMSNorm(size, config.rms_norm_eps, precision)
         head = lambda: LMHead(config.vocab_size, size, precision, stddev=stddev, rngs=rngs)
@@ -243,7 +249,8 @@ class Decoder(nnx.Module):
         def layer(x, weights_and_key, multiply):
             weights, key = weights_and_key
             x = checkpoint_name(constrain(x, "batch", "sequence", "embed"), "block_input")
-            own_noise = None if noise is None else (key, noise[1])
+            # A token is known by its row and its place there, which its interval of keys ends with.
+            own_noise = None if noise is None else (key, noise[1], k_end - 1)
             block = nnx.merge(graphdef, weights)
             if multiply is not None:
                 block.set_attributes(multiply=multiply)

@@ -17,18 +17,18 @@ logger = logging.getLogger(__name__)
 
 
 class Block(nnx.Module):
-    def __init__(self, config, precision, attention, moe, *, rngs: nnx.Rngs):
+    def __init__(self, config, precision, attention, moe, lora, *, rngs: nnx.Rngs):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, precision)
-        self.self_attn = Attention(config, precision, attention, rngs=rngs)
+        self.self_attn = Attention(config, precision, lora, attention, rngs=rngs)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, precision)
-        self.mlp = MLP(config, precision, rngs=rngs)
+        self.mlp = MLP(config, precision, lora, rngs=rngs)
 
     def __call__(self, x, cos, sin, k_start, k_end, layout, noise=None):
-        """x [B, T, E] -> ([B, T, E], nothing to record); the rest as in `layers.Attention`. noise: what families with random layers are given."""
+        """x [B, T, E] -> ([B, T, E], nothing to record); the rest as in `layers.Attention`. noise: of this layer (see `noise`), None in evaluation."""
         with jax.named_scope("self_attn"):
-            x = x + self.self_attn(self.input_layernorm(x), cos, sin, k_start, k_end, layout)
+            x = x + self.self_attn(self.input_layernorm(x), cos, sin, k_start, k_end, layout, noise)
         with jax.named_scope("mlp"):
-            return x + self.mlp(self.post_attention_layernorm(x)), {}
+            return x + self.mlp(self.post_attention_layernorm(x), noise), {}
 
 
 def hf_weights(config: ModelConfig) -> dict[str, HfWeight]:
