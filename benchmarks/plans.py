@@ -14,7 +14,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # before jax is imported
 from benchmarks.attention import append
 from jaxllm import config, plan
 
-EIGHT, SIXTEEN = "h100:8", "h100:2x8"
+ONE, EIGHT, SIXTEEN = "h100:1", "h100:8", "h100:2x8"
 CASES = [  # (config, what is changed, devices)
     *(("llama3_8b", (f"model.remat={policy}",), EIGHT) for policy in ("attention", "full", "offload", "dots")),
     ("llama3_8b_128k", (), EIGHT),
@@ -31,6 +31,11 @@ CASES = [  # (config, what is changed, devices)
     *(("mixtral_8x7b_long", changes, SIXTEEN) for changes in ((), ("moe.exchange=none",), ("moe.buffer_factor=2",))),
     *((f"mixtral_8x7b_8gpus_{way}", (), EIGHT) for way in ("8bit", "host", "bfloat16")),
     ("mixtral_8x7b_8gpus_bfloat16", ("precision.param=float32", "optimizer.moments=float32"), EIGHT),
+    *((f"{name}_qlora", (), ONE) for name in ("llama3_8b", "llama3_70b", "mixtral_8x7b")),
+    ("mixtral_8x7b_qlora", ("data.seq_len=16384",), ONE),
+    ("mixtral_8x7b_qlora", ("mesh.expert=8", "optimizer.num_microbatches=1"), EIGHT),
+    ("mixtral_8x7b_qlora_aws", (), EIGHT),
+    ("mixtral_8x7b_qlora_aws", ("mesh.expert=1", "optimizer.num_microbatches=8"), ONE),
 ]
 
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import pydantic
 from flax import nnx
 
-from jaxllm import noise as noises
 from jaxllm.nf4 import BLOCK
+from jaxllm.noise import uniform
 from jaxllm.section import Section
 
 ALL_LINEAR = "all-linear"
@@ -140,6 +140,6 @@ def dropout(x, noise, config: LoRAConfig, name: str):
         return x
     tokens = noise[2].ndim
     size = math.prod(x.shape[tokens:])
-    kept = noises.drawn(noises.named(noise, name), lambda key: jax.random.bernoulli(key, 1 - config.dropout, (size,)))
+    kept = uniform(noise, name, size) >= config.dropout
     scaled = (x.astype(jnp.float32) / (1 - config.dropout)).astype(x.dtype)
     return jnp.where(kept.reshape(x.shape), scaled, jnp.zeros((), x.dtype))

@@ -12,7 +12,7 @@ import pydantic
 from jaxllm import attention
 from jaxllm.exchange import Exchange
 from jaxllm.grouped_linear import fp8_multiple
-from jaxllm.noise import drawn
+from jaxllm.noise import uniform
 from jaxllm.section import Section, UserError
 from jaxllm.sharding import AXES, axis_size
 
@@ -56,8 +56,8 @@ def jitter(x, noise, amount: float):
     noise: see `noise`."""
     if not amount:
         return x
-    draw = lambda key: jax.random.uniform(key, x.shape[-1:], jnp.float32, 1 - amount, 1 + amount)
-    return (x.astype(jnp.float32) * drawn(noise, draw)).astype(x.dtype)
+    factor = 1 - amount + 2 * amount * uniform(noise, "jitter", x.shape[-1])
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 def statistics(logits, ids, real):

@@ -2,24 +2,28 @@
 device that computes it. Router jitter and the dropout of adapters draw from here.
 
 `noise` is (random key, row numbers i32, places in the rows i32): those of tokens in their rows are [B] and [B, T], those of rows sorted by expert are both
-[devices, R]. None where nothing is random: in evaluation."""
+[devices, R]. None where nothing is random: in evaluation.
+
+Not jax.random for each token: its numbers are cryptographic, and a step with dropout on everything took several times as long to compile."""
 
 import zlib
 
 import jax
 import jax.numpy as jnp
 
+from jaxllm.optim import mix
 
-def drawn(noise, draw):
-    """draw(key) -> [n], for each token -> [*places' shape, n]."""
+
+def uniform(noise, name: str, size: int):
+    """f32 [*places' shape, size] from [0, 1), 24 bits each: numbers of their own for each token, place in `size`, and name."""
     key, rows, places = noise
     rows = jnp.broadcast_to(rows[..., None], places.shape) if rows.ndim < places.ndim else rows
-    one = lambda row, place: draw(jax.random.fold_in(jax.random.fold_in(key, row), place))
-    for _ in range(places.ndim):
-        one = jax.vmap(one)
-    return one(rows, places)
-
-
-def named(noise, name: str):
-    """The noise of one of several that draw for the same tokens."""
-    return None if noise is None else (jax.random.fold_in(noise[0], zlib.crc32(name.encode()) >> 1), *noise[1:])
+    first, second = jax.random.key_data(key)[:2]
+    first, second = mix(first ^ jnp.uint32(zlib.crc32(name.encode()))), mix(second + jnp.uint32(0x9E3779B9))
+    rows, places = rows.astype(jnp.uint32), places.astype(jnp.uint32)
+    # Two hashes of the token: where one is the same for two tokens, by chance, the other is not.
+    one = mix(mix(rows + first) + places)
+    other = mix(mix(places ^ second) ^ (rows * jnp.uint32(0x85EBCA6B) + first))
+    index = jax.lax.broadcasted_iota(jnp.uint32, (*places.shape, size), places.ndim) * jnp.uint32(0x9E3779B9)
+    bits = mix(mix(index + one[..., None]) + other[..., None])
+    return (bits >> 8).astype(jnp.float32) * jnp.float32(2**-24)

@@ -156,7 +156,7 @@ def norm_and_factor(grads: dict[str, jax.Array], scale, max_norm: float) -> tupl
 # --- what is kept in fewer bits ---------------------------------------------------------------------------------------
 
 
-def _mix(x):
+def mix(x):
     """u32 -> u32, one to one, each bit of x changing each bit with a chance of a half: the finaliser of MurmurHash3."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
@@ -166,13 +166,13 @@ def _mix(x):
 def _random(words, name: str, layer, shape: tuple[int, ...]):
     """u32 of `shape`, a function of words u32[2], name, layer i32[] and each value's place alone, whatever the mesh. Not jax.random.bits: several hundred
     unrolled instructions for each tensor took two thirds of the update's compile time, and rounding needs no more than a good hash."""
-    first = _mix(words[0] ^ jnp.uint32(zlib.crc32(name.encode())))
-    second = _mix(words[1] ^ _mix(first + jnp.asarray(layer).astype(jnp.uint32)))
+    first = mix(words[0] ^ jnp.uint32(zlib.crc32(name.encode())))
+    second = mix(words[1] ^ mix(first + jnp.asarray(layer).astype(jnp.uint32)))
     place = jnp.zeros(shape, jnp.uint32)
     for dim in range(len(shape)):
         stride = math.prod(shape[dim + 1 :]) % 2**32
         place += jax.lax.broadcasted_iota(jnp.uint32, shape, dim) * jnp.uint32(stride)
-    return _mix(_mix(place + first) + second)
+    return mix(mix(place + first) + second)
 
 
 def round_bfloat16(x, random):

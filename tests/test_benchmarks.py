@@ -12,7 +12,7 @@ import types
 import jax
 import pytest
 
-from benchmarks import attention, fp8_parity, gpu, moe, ring
+from benchmarks import attention, fp8_parity, gpu, moe, qlora, ring
 
 pytestmark = pytest.mark.version
 
@@ -405,3 +405,60 @@ def test_fp8_passes_by_the_spread_of_its_controls_or_half_a_percent_and_nan_neve
     found = fp8_parity.judged([*rows, *(row(name, *losses) for name, (*losses, _) in cases.items())])
     assert {r["run"]: r["passed"] for r in found[3:]} == {name: passed for name, (*_, passed) in cases.items()}
     assert all("passed" not in r for r in found[:3])
+
+
+# --- adapters --------------------------------------------------------------------------------------------------------
+
+
+def test_each_question_is_asked_once_with_its_first_answer_and_every_eighth_is_held_out():
+    talks = [[f"q{n}?", f"a{n}"] for n in range(17)]
+    talks[3:3] = [
+        "q99? - a99",
+        ["Q2?", "another"],
+        ["two", "turns", "more"],
+        ["q98?", 1997],
+        ["q3\n  again?", "a \n b"],
+    ]
+    trained, held_out = qlora.questions(talks)
+    asked = {item["prompt"]: item["completion"] for item in trained + held_out}
+    assert asked == {f"Question: q{n}?\nAnswer:": f" a{n}" for n in range(17)} | {
+        "Question: q3 again?\nAnswer:": " a b"
+    }
+    assert len(trained) == 16 and [item["completion"] for item in held_out] == [" a6", " a14"]
+
+
+def test_an_answer_is_exact_where_each_of_its_trained_tokens_is_the_likeliest():
+    import numpy as np
+
+    # two rows: documents of 3 and 4 places, and one of 5; the last places are padding
+    rows = {
+        "segment_ids": np.array([[1, 1, 1, 2, 2, 2, 2, 0], [1, 1, 1, 1, 1, 0, 0, 0]]),
+        "loss_weights": np.array([[0, 1, 0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 0, 0, 0, 0]], np.float32),
+        "targets": np.arange(16).reshape(2, 8),
+    }
+    trained = rows["loss_weights"] > 0
+    best = np.where(trained, rows["targets"], -1)
+    assert qlora.exact(rows, best) == (3, 3)
+    for row, place in zip(*np.nonzero(trained), strict=True):
+        wrong = best.copy()
+        wrong[row, place] = -1
+        assert qlora.exact(rows, wrong) == (2, 3)
+    half = np.where(trained & (rows["segment_ids"] == 1), best, -1)
+    found = qlora.score([(3.0, rows, best), (2.0, rows, half)])
+    assert found == {"loss": 0.5, "exact": 5, "items": 6}
+
+
+def test_the_two_sides_are_compared_step_by_step_and_by_their_last_ten():
+    scores = {"": {"loss": 2.0, "exact": 1, "items": 39}}
+    side = lambda losses: {"before": scores, "after": scores, "losses": losses}
+    row = qlora.compared({"jaxllm": side([4.0] * 5 + [2.02] * 10), "peft": side([4.0] * 4 + [3.2] + [2.0] * 10)})
+    assert row["gap_largest"] == pytest.approx(0.25) and row["gap_final"] == pytest.approx(0.01)
+    assert row["status"] == "passed" and row["gap_first_step"] == 0 == row["gap_held_out"]
+    for wrong in (2.05, 1.95, float("nan")):
+        row = qlora.compared({"jaxllm": side([wrong] * 15), "peft": side([2.0] * 15)})
+        assert row["status"].startswith("failed: the final losses are ")
+
+
+def test_the_step_with_a_base_in_nf4_is_not_timed_without_a_gpu(tmp_path, capfd):
+    assert qlora.main(["--gpu", "--output", str(tmp_path / "rows.jsonl")]) == 2 and not list(tmp_path.iterdir())
+    assert "no GPU here, JAX sees 'cpu'" in capfd.readouterr().err

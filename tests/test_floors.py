@@ -10,9 +10,10 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FLOORS = [
     {"section"},
-    {"sharding", "hardware", "hlo", "hub", "fp8", "noise"},
+    {"sharding", "hardware", "hlo", "hub", "fp8"},
     {"attention", "exchange", "optim", "nf4"},
-    {"bnb", "lora"},
+    {"bnb", "noise"},
+    {"lora"},
     {"frozen"},
     {"linear"},
     {"grouped_linear"},

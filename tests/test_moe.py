@@ -15,7 +15,6 @@ from jaxllm import state as states
 from jaxllm.data.batch import to_device
 from jaxllm.grouped_linear import grouped_matmul
 from jaxllm.models import mixtral
-from jaxllm.noise import named
 from jaxllm.section import UserError
 from support import ROOT, error, hugging_face, mesh, mesh_name, ours, rows, tiny, worst
 
@@ -305,10 +304,10 @@ def test_jitter_multiplies_what_router_and_experts_read(rng):
     x = jnp.asarray(rng.standard_normal((2, 64, 64)), jnp.float32)
     places = jnp.broadcast_to(jnp.arange(64, dtype=jnp.int32)[None], (2, 64))
     noise, jitter = (jax.random.key(1), jnp.arange(2, dtype=jnp.int32), places), jax.jit(moe.jitter, static_argnums=2)
-    factor = jitter(jnp.ones_like(x), named(noise, "jitter"), 0.1)
+    factor = jitter(jnp.ones_like(x), noise, 0.1)
     assert 0.9 <= factor.min() < 0.901 and 1.099 < factor.max() < 1.1 and abs(factor.mean() - 1) < 2e-3
     assert abs(np.corrcoef(factor[0, 0], factor[0, 1])[0, 1]) < 0.5, "each token has numbers of its own"
-    turned = jitter(jnp.ones_like(x), named((noise[0], noise[1][::-1], places[:, ::-1]), "jitter"), 0.1)
+    turned = jitter(jnp.ones_like(x), (noise[0], noise[1][::-1], places[:, ::-1]), 0.1)
     assert np.array_equal(turned, factor[::-1, ::-1]), "which belong to its row and place alone"
     cfg, real = tiny(*MIXTRAL, "model.router_jitter_noise=0.1"), jnp.ones((2, 64), bool)
     moe_layer = mixtral.SparseMoE(cfg.model, cfg.precision, cfg.moe, cfg.lora, rngs=nnx.Rngs(0))

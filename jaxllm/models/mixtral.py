@@ -17,7 +17,6 @@ from jaxllm.lora import ROUTER, LoRAConfig, dropout, parameters
 from jaxllm.models import llama
 from jaxllm.models.decoder import HfWeight, ModelConfig
 from jaxllm.moe import MoEConfig, choose_backend, choose_exchange, jitter, route, statistics
-from jaxllm.noise import named
 
 
 class SparseMoE(nnx.Module):
@@ -46,7 +45,7 @@ class SparseMoE(nnx.Module):
         how, _ = choose_exchange(self.moe, self.config, real.size, training=noise is not None, multiple=multiple)
         with jax.named_scope("router"):
             if noise is not None:
-                x = jitter(x, named(noise, "jitter"), self.config.router_jitter_noise)
+                x = jitter(x, noise, self.config.router_jitter_noise)
             dtype = self.precision.compute if self.moe.router == "match_hf" else "float32"
             names, static = ("embed", "router"), (1, dtype, self.precision.gradient_reduce)
             if self.lora.rank is None:
