@@ -111,13 +111,8 @@ def rows(length, packing, num_rows=16, seed=0):
     }
 
 
-@functools.lru_cache(maxsize=2)
-def program(**case):
-    """(mesh, TrainState, compiled gradients of parameters and scales) of a case, whatever its rows hold."""
-    import jax
-    import numpy as np
-
-    from jaxllm import config, sharding, step
+def configured(case):
+    from jaxllm import config
 
     family = [] if case["window"] is None else [f"model.sliding_window={case['window']}", "model.family=mistral"]
     if case["experts"]:
@@ -129,18 +124,44 @@ def program(**case):
         ]
     if case["base"]:
         family += [*ADAPTERS, f"lora.base={case['base']}", *(ROUTED if case["experts"] else ())]
-    cfg = config.load_config(
+    return config.load_config(
         None, *MODEL, *family, f"precision.matmul={case['matmul']}", f"data.seq_len={case['length']}", f"attention.communication={case['communication']}",
         f"optimizer.num_microbatches={case['microbatches']}", f"model.remat={case['remat']}",
     )  # fmt: skip
-    sizes = {axis: case[axis] for axis in ("data", "sequence", "expert")}
+
+
+@functools.cache
+def initial(experts, base):
+    """(params, frozen) in numpy. Made once: that initial weights are the same on every mesh is for the tests to say."""
+    import jax
+    import numpy as np
+
+    from jaxllm import sharding, step
+
+    cfg = configured({**PLAIN, "length": 64, "window": None, "experts": experts, "base": base, "matmul": "compute"})
+    with jax.set_mesh(sharding.make_mesh(sharding.MeshConfig(), jax.devices()[:1])):
+        state = step.init_state(cfg)[1]
+    params, frozen = jax.tree.map(np.asarray, (state.params, state.frozen))
+    for path, b in params.items():
+        if path.endswith("lora_b"):  # which is 0 in a new adapter, and hides A
+            params[path] = np.random.default_rng(len(path)).normal(0, 0.1, b.shape).astype(b.dtype)
+    return params, frozen
+
+
+@functools.lru_cache(maxsize=2)
+def program(**case):
+    """(mesh, TrainState, compiled gradients of parameters and scales) of a case, whatever its rows hold."""
+    import jax
+
+    from jaxllm import sharding, step
+
+    cfg, sizes = configured(case), {axis: case[axis] for axis in ("data", "sequence", "expert")}
     mesh = sharding.make_mesh(sharding.MeshConfig(**sizes), jax.devices()[: math.prod(sizes.values())])
     with jax.set_mesh(mesh):
-        graphdef, state = step.init_state(cfg)
-    for path, b in state.params.items():
-        if path.endswith("lora_b"):  # which is 0 in a new adapter, and hides A
-            drawn = np.random.default_rng(len(path)).normal(0, 0.1, b.shape).astype(b.dtype)
-            state.params[path] = jax.device_put(drawn, b.sharding)
+        graphdef, abstract = step.abstract_state(cfg)
+        like = abstract.params, abstract.frozen
+        placed = jax.device_put(initial(case["experts"], case["base"]), jax.tree.map(lambda x: x.sharding, like))
+        state = step.start(cfg, abstract, *placed)
     gradients = lambda params, frozen, batch, scales: step.gradients(graphdef, params, batch, cfg, 0, scales, frozen)
     return mesh, state, jax.jit(gradients)
 
@@ -169,21 +190,13 @@ def run(case):
     return float(parts["loss_sum"]), jax.tree.map(np.asarray, grads), jax.tree.map(np.asarray, parts["fp8"])
 
 
+PLAIN = dict(sequence=1, data=1, expert=1, exchange="none", communication="ring", microbatches=1, remat="none")
 SAME = ("length", "packing", "window", "experts", "base")  # what decides the answer
 
 
 @functools.cache
 def alone(matmul, **same):
-    plain = {
-        "sequence": 1,
-        "data": 1,
-        "expert": 1,
-        "exchange": "none",
-        "communication": "ring",
-        "microbatches": 1,
-        "remat": "none",
-    }
-    return run({**plain, **same, "matmul": matmul})
+    return run({**PLAIN, **same, "matmul": matmul})
 
 
 def errors(case):

@@ -43,6 +43,7 @@ import jax.numpy as jnp
 import pydantic
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxllm.section import Section, UserError
 
@@ -380,7 +381,9 @@ def _multiply(x, kernel, scales, compute, reduce, used, rests):
 
 def _multiply_forward(x, kernel, scales, compute, reduce, used, rests):
     qx = quantise(x, scales["input"], FORMATS["input"])
-    qw = used(quantise(kernel, scales["kernel"], FORMATS["kernel"]))
+    qw = quantise(kernel, scales["kernel"], FORMATS["kernel"])
+    # Left to itself, XLA for GPUs turns the kernel round for the product, and all of a scan's kernels before the scan: a copy of every one of them.
+    qw = used(with_layout_constraint(qw, Layout(tuple(range(qw.ndim)))))
     if any(size % MULTIPLE for size in qw.shape):
         raise UserError(
             f'precision.matmul: "float8" multiplies by weights whose dims are multiples of {MULTIPLE}, got {" x ".join(map(str, qw.shape))}; choose sizes '

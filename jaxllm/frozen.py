@@ -40,7 +40,7 @@ _FORMS = {fields: form for form in (NF4, Float8) for fields in form._fields}
 def kernel(lora: LoRAConfig, dtype, shape, names, num_inputs: int, stddev: float, key, num_leading: int = 0):
     """The variable of a weight [*D, *inputs, *outputs], drawn in `dtype`; where `lora` keeps it in another form, the variables of that, all zeros, whose values
     come later (`joined`)."""
-    base = None if lora.rank is None else lora.base
+    base = lora.kept
     if base not in ("float8", "nf4"):
         return nnx.Param(stddev * jax.random.normal(key, shape, dtype), axes=names)
     leading, inputs = shape[:num_leading], shape[num_leading : num_leading + num_inputs]

@@ -58,6 +58,11 @@ class LoRAConfig(Section):
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
     @property
+    def kept(self) -> str:
+        """How weights of attention and MLPs are kept: "trained", or `base`."""
+        return "trained" if self.rank is None else self.base
+
+    @property
     def in_floats(self) -> "LoRAConfig":
         """The same with frozen weights of float32, which is what those in other forms are made from."""
         return self.model_copy(update={"base": "float32", "double_quant": True})

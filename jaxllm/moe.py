@@ -104,14 +104,19 @@ def report(seen, num_tokens, per_token: int):
     }
 
 
+BYTES = {"trained": 8.0, "float32": 4.0, "bfloat16": 4.0, "float8": 2.2, "nf4": 1.7}
+"""What a weight of an expert costs per step where experts travel, in bytes over the links: bfloat16 twice and a float32 gradient; frozen, twice as it is gathered
+(1.03 for NF4), and that every place makes floats of all of them: on an H100 as long as another 0.7 (estimated: 5 bytes of memory, 450 GB/s against 3,350)."""
+
+
 def choose_exchange(
-    config: MoEConfig, model, num_tokens: int, training: bool = True, multiple: int = 1
+    config: MoEConfig, model, num_tokens: int, training: bool = True, multiple: int = 1, base: str = "trained"
 ) -> tuple[Exchange, str]:
     """(the exchange, why) of a layer of `model` for `num_tokens` tokens, of all devices together, on the current mesh.
 
     "auto" compares what a device moves over the expert axis for one layer and step, P places and N tokens per device, in bytes: for "none" the other places'
-    experts, gathered twice in bfloat16 and their gradients summed in float32, 8 x 3 x experts x hidden x intermediate x (P - 1) / P; for "allgather" the
-    others' tokens, gathered and scattered in both directions, 14 x N x hidden x (P - 1). UserError where the devices lack what is asked for."""
+    experts, BYTES[base] x 3 x experts x hidden x intermediate x (P - 1) / P; for "allgather" the others' tokens, gathered and scattered in both directions,
+    14 x N x hidden x (P - 1). base: "trained", or how frozen experts are kept. UserError where the devices lack what is asked for."""
     places, kind = axis_size("expert"), attention.device_kind()
     if config.exchange == "ragged" and not kind.startswith("NVIDIA"):
         raise UserError(
@@ -125,16 +130,25 @@ def choose_exchange(
         return make("none"), "mesh.expert = 1"
     if config.buffer_factor is not None:
         return make("alltoall"), "moe.buffer_factor bounds what is sent"
-    experts = 24 * model.num_local_experts * model.hidden_size * model.intermediate_size * (places - 1) // places
+    weights = 3 * model.num_local_experts * model.hidden_size * model.intermediate_size
+    experts = BYTES[base] * weights * (places - 1) / places
     tokens = 14 * (num_tokens // axis_size(*AXES)) * model.hidden_size * (places - 1)
     moved = f"{tokens / 2**30:.2g} GiB of tokens per layer and step, {experts / 2**30:.2g} GiB of experts"
     return make("allgather" if tokens <= experts else "none"), moved
 
 
-def describe(config: MoEConfig, model, num_rows: int, seq_len: int, compute: str, multiply: str = "compute") -> str:
+def describe(
+    config: MoEConfig,
+    model,
+    num_rows: int,
+    seq_len: int,
+    compute: str,
+    multiply: str = "compute",
+    base: str = "trained",
+) -> str:
     """One line on what the mixture of experts will do on the current mesh, for a microbatch of `num_rows` rows; UserError where it cannot be done."""
     places = attention.row_places(axis_size("sequence"), seq_len, model.sliding_window)
-    how, reason = choose_exchange(config, model, num_rows * places)
+    how, reason = choose_exchange(config, model, num_rows * places, base=base)
     backend, _ = choose_backend(config, compute, multiply)
     text = f"experts: {how.num_experts} over {axis_size('expert')} places, exchange {how.way} ({reason}), products by {backend}"
     if config.buffer_factor is None:

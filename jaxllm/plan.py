@@ -193,7 +193,9 @@ def report(cfg, on: str) -> dict:
         experts = None
         if cfg.model.num_local_experts:
             shape = cfg.rows_per_microbatch, cfg.data.seq_len
-            experts = moe.describe(cfg.moe, cfg.model, *shape, cfg.precision.compute, cfg.precision.matmul)
+            experts = moe.describe(
+                cfg.moe, cfg.model, *shape, cfg.precision.compute, cfg.precision.matmul, cfg.lora.kept
+            )
         compiled, state, seconds, lines = compile_step(cfg, on)
         memory, program = compiled.memory_analysis(), hlo.read(compiled.as_text())
         in_kernels = kernel_flops(program.kernels, cfg)

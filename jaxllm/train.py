@@ -136,7 +136,10 @@ def train(cfg) -> int:
             print(f"XLA options: {named} (an option of the same name in XLA_FLAGS takes its place)", flush=True)
         if cfg.model.num_local_experts:
             shape = cfg.rows_per_microbatch, cfg.data.seq_len
-            print(moe.describe(cfg.moe, cfg.model, *shape, cfg.precision.compute, cfg.precision.matmul), flush=True)
+            print(
+                moe.describe(cfg.moe, cfg.model, *shape, cfg.precision.compute, cfg.precision.matmul, cfg.lora.kept),
+                flush=True,
+            )
         graphdef, abstract = step.abstract_state(cfg)
         print(memory_estimate(abstract, device), flush=True)
 

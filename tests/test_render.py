@@ -526,7 +526,13 @@ def test_a_long_conversation_stops_the_run_or_is_cut_at_its_end_or_left_out(fold
     assert len(cut.tokens) == 64 and np.array_equal(cut.tokens, whole.tokens[:64])
     assert cut.loss_weights.sum() == whole.loss_weights[:63].sum() > 40  # what survived, and no invented end
     assert 1 not in trained(cut) and cut.loss_weights[-1] == 0
-    assert cutting.truncated == {"documents": 1, "tokens": length - 64} and "x:1" in cutting.examples["truncated"]
+    lost = {
+        "documents": 1,
+        "tokens": length - 64,
+        "answer_tokens": int(whole.loss_weights[63:].sum()),
+        "without_answer": 0,
+    }
+    assert cutting.truncated == lost and "x:1" in cutting.examples["truncated"]
     skipping = renderer(folder, seq_len=64, on_long="skip")
     assert len(skipping([({"messages": messages}, "x:1")])[0].tokens) == 0
     assert skipping.left_out == {"longer than data.seq_len": 1} and "x:1" in str(skipping.examples)

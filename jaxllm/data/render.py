@@ -517,7 +517,8 @@ class Renderer:
 
     fingerprint: str, changes whenever the tokens or what is trained would. begin: i32, [BOS] or nothing, what a text
     begins with. key: the setting that names the records, for messages. Counts since the renderer was made, for the
-    summary: left_out: Counter {reason: records}. truncated: Counter of "documents" and the "tokens" they lost. escaped:
+    summary: left_out: Counter {reason: records}. truncated: Counter of "documents", the "tokens" they lost, how
+    many of these answer ("answer_tokens"), and documents "without_answer" that is left. escaped:
     Counter {special token: how often text spelled it and was kept as text}. examples: {reason: the first record of which
     it was true}.
 
@@ -562,8 +563,8 @@ class Renderer:
             ) from None
         self._leave_out("skipped", where, str(error))
 
-    def _finish(self, tokens, trained, where):
-        """The document, or what data.on_long leaves of it."""
+    def _finish(self, tokens, trained, where, answer=None):
+        """The document, or what data.on_long leaves of it. answer: bool, which tokens answer; None: those that are trained."""
         longest, length = self.data.seq_len, len(tokens)
         if not trained[1:].any():
             self._bad(where, "nothing in it is trained (see data.train_on)")
@@ -583,7 +584,13 @@ class Renderer:
             first = int(np.argmax(trained[1:])) + 1
             self._bad(where, f"{too_long}, and nothing that is trained is left before the cut (it begins at {first:,})")
             return EMPTY
-        self.truncated.update(documents=1, tokens=length - longest)
+        answer = trained if answer is None else answer
+        self.truncated.update(
+            documents=1,
+            tokens=length - longest,
+            answer_tokens=int(answer[longest:].sum()),
+            without_answer=int(not answer[:longest].any()),
+        )
         self.examples.setdefault("truncated", f"{where}: {too_long}")
         return Rendered.partly_trained(tokens[:longest], trained[:longest])
 
@@ -647,8 +654,9 @@ class PromptRenderer(Renderer):
                 end = self.tokenizer.encode_batch([records[number][0]["completion"]])[0]
             parts = [self.begin, start, end, self.end]
             marks = [False, "prompt" in self.train_on, *2 * ["completion" in self.train_on]]
-            trained = np.repeat(marks, [len(part) for part in parts])
-            out[number] = self._finish(np.concatenate(parts), trained, records[number][1])
+            sizes = [len(part) for part in parts]
+            trained, answer = np.repeat(marks, sizes), np.repeat([False, False, True, True], sizes)
+            out[number] = self._finish(np.concatenate(parts), trained, records[number][1], answer)
         return out
 
 

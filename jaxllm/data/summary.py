@@ -144,7 +144,8 @@ def _changed(counts, num_documents, num_tokens):
         lost = counts["truncated"]["tokens"]
         yield (
             f"cut at data.seq_len: {cut:,}, {cut / num_documents:.2%} of the documents, and {lost:,} tokens, "
-            f"{lost / (num_tokens + lost):.2%}{example('truncated')}"
+            f"{lost / (num_tokens + lost):.2%}, {counts['truncated']['answer_tokens']:,} of them of answers; of {counts['truncated']['without_answer']:,} "
+            f"nothing of the answer is left{example('truncated')}"
         )
     if escaped := sum(counts.get("escaped", {}).values()):
         yield f"special tokens spelled in the data and kept as text: {escaped:,}"

@@ -42,7 +42,8 @@ class SparseMoE(nnx.Module):
         noise: see `noise`; None in evaluation, where nothing is dropped either."""
         # As the layer is told to multiply, which may be otherwise than in the others.
         backend, multiple = choose_backend(self.moe, self.precision.compute, self.gate_proj.multiply)
-        how, _ = choose_exchange(self.moe, self.config, real.size, training=noise is not None, multiple=multiple)
+        exchange_options = dict(training=noise is not None, multiple=multiple, base=self.lora.kept)
+        how, _ = choose_exchange(self.moe, self.config, real.size, **exchange_options)
         with jax.named_scope("router"):
             if noise is not None:
                 x = jitter(x, noise, self.config.router_jitter_noise)
