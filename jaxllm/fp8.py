@@ -381,9 +381,9 @@ def _multiply(x, kernel, scales, compute, reduce, used, rests):
 
 def _multiply_forward(x, kernel, scales, compute, reduce, used, rests):
     qx = quantise(x, scales["input"], FORMATS["input"])
-    qw = quantise(kernel, scales["kernel"], FORMATS["kernel"])
+    qw = used(quantise(kernel, scales["kernel"], FORMATS["kernel"]))
     # Left to itself, XLA for GPUs turns the kernel round for the product, and all of a scan's kernels before the scan: a copy of every one of them.
-    qw = used(with_layout_constraint(qw, Layout(tuple(range(qw.ndim)))))
+    qw = with_layout_constraint(qw, Layout((0, 1)))
     if any(size % MULTIPLE for size in qw.shape):
         raise UserError(
             f'precision.matmul: "float8" multiplies by weights whose dims are multiples of {MULTIPLE}, got {" x ".join(map(str, qw.shape))}; choose sizes '

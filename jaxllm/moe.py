@@ -105,8 +105,8 @@ def report(seen, num_tokens, per_token: int):
 
 
 BYTES = {"trained": 8.0, "float32": 4.0, "bfloat16": 4.0, "float8": 2.2, "nf4": 1.7}
-"""What a weight of an expert costs per step where experts travel, in bytes over the links: bfloat16 twice and a float32 gradient; frozen, twice as it is gathered
-(1.03 for NF4), and that every place makes floats of all of them: on an H100 as long as another 0.7 (estimated: 5 bytes of memory, 450 GB/s against 3,350)."""
+"""What a weight of an expert costs per step where experts travel, in bytes over the links: bfloat16 twice and a float32 gradient; frozen, twice as it is
+gathered (1.03 for NF4), and that every place makes floats of all of them: as long as another 0.7 (estimated: 5 bytes of memory, 450 GB/s against 3,350)."""
 
 
 def choose_exchange(

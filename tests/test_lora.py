@@ -317,7 +317,10 @@ def test_loss_and_gradients_with_dropout_are_those_of_one_device_in_one_piece(fa
 
 
 def test_frozen_weights_in_fp8_are_what_their_bytes_mean_and_near_the_floats(made):
-    in_fp8, in_floats = (adapted(made["mixtral"], f"lora.base={base}") for base in ("float8", "float32"))
+    bases = (adapted(made["mixtral"], f"lora.base={base}", "model.remat=none") for base in ("float8", "float32"))
+    in_fp8, in_floats = (
+        bases  # what is kept of a block goes through a rounding of jax.checkpoint, which takes e4m3's largest numbers for infinite
+    )
 
     def meant(cfg):
         graphdef, state = step.init_state(cfg)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm import sharding, step
+from jaxllm import fp8, sharding, step
 from jaxllm import state as states
 from jaxllm.data.batch import to_device
 from jaxllm.models.decoder import REMAT
@@ -81,6 +81,34 @@ def test_rematerialisation_does_not_change_the_maths(policy, alone):
     loss, grads = gradients(tiny(f"model.remat={policy}"), mesh(), rows())
     assert loss == pytest.approx(alone[0], rel=1e-6)
     assert worst(grads, alone[1])[0] < 1e-5
+
+
+@pytest.mark.parametrize(
+    "more", [(), ("lora.rank=4", "lora.base=float8", "model.intermediate_size=128"), ("precision.matmul=float8",)]
+)
+def test_without_rematerialisation_no_gathered_weight_is_kept(more):
+    """JAX's own policy of that name keeps whatever the names say. The forward scan over two layers yields what the backward one reads."""
+    cfg = tiny("model.remat=none", *more)
+    with jax.set_mesh(mesh()):
+        graphdef, state = step.init_state(cfg)
+        run = lambda p: step.gradients(graphdef, p, batch_on(mesh()), cfg, 0, fp8.observed(state.fp8), state.frozen)
+        jaxpr = jax.make_jaxpr(run)(state.params)
+    (forward,) = [e for e in scans(jaxpr.jaxpr) if e.params["length"] == 2 and not e.params["reverse"]]
+    kept = [v.aval.shape[1:] for v in forward.outvars[forward.params["num_carry"] :]]
+    assert (8, 64, 64) in kept, "activations are"
+    assert not [shape for shape in kept if shape and shape[0] in (64, 96, 128)], kept
+
+
+def scans(jaxpr):
+    """All scans in it, inner ones included."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            yield eqn
+        for inner in jax.tree.leaves(
+            list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+        ):
+            if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                yield from scans(getattr(inner, "jaxpr", inner))
 
 
 def test_each_rematerialisation_policy_holds_less_than_the_one_before():

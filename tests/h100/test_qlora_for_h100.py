@@ -109,6 +109,7 @@ def test_beside_adapters_all_products_of_layers_are_in_fp8(base):
     """Adapters, which stay in bfloat16, would be 0.8 % of them."""
     facts = plan.report(load("llama3_8b_qlora", "precision.matmul=float8", f"lora.base={base}"), "h100:1")
     assert facts["fp8_share"] >= 0.999
+    assert facts["memory_gib"]["temporaries"] < 7, "weights of all layers are not turned round together"
 
 
 def test_a_base_in_fp8_rests_in_a_byte_a_weight():
