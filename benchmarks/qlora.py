@@ -1,7 +1,7 @@
 """Does a model in 4 bits learn, and as PEFT + bitsandbytes do? How fast are adapters, and how fast is a folder quantised?
 
     python -m benchmarks.qlora --data runs/questions       # writes the questions of configs/smollm2_qlora.toml, and does nothing else
-    python -m benchmarks.qlora --learn MODEL               # SmolLM2-135M-Instruct as that config trains it, beside PEFT + bitsandbytes; 20 minutes on two cores
+    python -m benchmarks.qlora --learn MODEL               # SmolLM2-135M-Instruct as that config trains it, beside PEFT + bitsandbytes; 25 minutes on two cores
     python -m benchmarks.qlora --speed                     # adapters of a float32 model of its shape beside PEFT, two processes that take turns
     python -m benchmarks.qlora --import                    # a bfloat16 folder to NF4, beside transformers + bitsandbytes
     python -m benchmarks.qlora --gpu                       # a step with the base in NF4 beside one with the base in bfloat16; --tiny tries it anywhere
@@ -289,6 +289,16 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 RANK, ALPHA = 8, 16
 
 
+def product_rate(multiply, repeats: int = 50) -> float:
+    """GFLOP per CPU-second of `multiply`, a product of one microbatch and one weight: how much of a ratio is the libraries' own matmul on this CPU."""
+    multiply()
+    begin = time.process_time()
+    for _ in range(repeats):
+        multiply()
+    flops = 2 * ROWS * LENGTH * SHAPE["hidden_size"] * SHAPE["intermediate_size"]
+    return round(repeats * flops / (time.process_time() - begin) / 1e9, 1)
+
+
 def speed_jaxllm(folder: pathlib.Path) -> None:
     """Answers each line of stdin, a number of steps on the same tokens, with what they took. Writes its adapters before it begins: folder/adapter."""
     import jax
@@ -319,10 +329,11 @@ def speed_jaxllm(folder: pathlib.Path) -> None:
 
         begin = time.perf_counter()
         run = step.make_train_step(graphdef, cfg).lower(state, batch()).compile()
-        facts = {
-            "compile_s": time.perf_counter() - begin,
-            "temporaries_gb": run.memory_analysis().temp_size_in_bytes / 1e9,
-        }
+        memory = run.memory_analysis().temp_size_in_bytes
+        facts = {"compile_s": round(time.perf_counter() - begin, 2), "temporaries_gb": round(memory / 1e9, 2)}
+        x, w = (jax.numpy.ones((n, SHAPE["hidden_size"])) for n in (ROWS * LENGTH, SHAPE["intermediate_size"]))
+        product = jax.jit(lambda x, w: x @ w.T)
+        facts["jaxllm_product_gflop_per_cpu_second"] = product_rate(lambda: product(x, w).block_until_ready())
         print(json.dumps(facts), flush=True)
         for line in sys.stdin:
             losses, wall, cpu = [], time.perf_counter(), time.process_time()
@@ -344,6 +355,8 @@ def speed_peft(folder: pathlib.Path) -> None:
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=0.01)
     facts = {"torch": torch.__version__, "transformers": transformers.__version__, "peft": peft.__version__}
+    x, w = (torch.ones(n, SHAPE["hidden_size"]) for n in (ROWS * LENGTH, SHAPE["intermediate_size"]))
+    facts["peft_product_gflop_per_cpu_second"] = product_rate(lambda: torch.nn.functional.linear(x, w))
     print(json.dumps(facts), flush=True)
     for line in sys.stdin:
         losses, wall, cpu = [], time.perf_counter(), time.process_time()
@@ -402,7 +415,7 @@ def speed(options) -> dict:
         "loss_first": losses["jaxllm"][0],
         "loss_last": losses["jaxllm"][-1],
         "largest_loss_difference": gap,
-        **{key: round(value, 2) for key, value in workers["jaxllm"][1].items()},
+        **workers["jaxllm"][1],
         **workers["peft"][1],
         "load": round(os.getloadavg()[0], 1),
     }
