@@ -35,7 +35,7 @@ FACTORS = {
     "window": (None, 9),
     "microbatches": (1, 2),
     "remat": ("none", "dots", "attention", "full", "offload"),
-    "base": (None, "nf4"),  # None: all weights are trained; else adapters beside frozen weights
+    "base": (None, "nf4", "float8"),  # None: all weights are trained; else adapters beside frozen weights
     "matmul": ("compute", "record"),
     "length": (64, 57),  # 57 is completed by padding on every mesh with a sequence axis
     "packing": (True, False),  # last: neighbours share a program
@@ -163,7 +163,9 @@ def program(**case):
         placed = jax.device_put(initial(case["experts"], case["base"]), jax.tree.map(lambda x: x.sharding, like))
         state = step.start(cfg, abstract, *placed)
     gradients = lambda params, frozen, batch, scales: step.gradients(graphdef, params, batch, cfg, 0, scales, frozen)
-    return mesh, state, jax.jit(gradients)
+    # A program here runs once or twice; not to optimise its code halves the time to compile it.
+    quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    return mesh, state, jax.jit(gradients, compiler_options=quick)
 
 
 def observers(case, initial):

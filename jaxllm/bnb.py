@@ -85,6 +85,16 @@ def quantised(names: Iterable[str], where) -> dict[str, list[str]]:
     return found
 
 
+def described(state: np.ndarray, weight: str, where) -> tuple[tuple[int, int], bool]:
+    """((outputs, inputs), whether doubly quantised) of the matrix `weight`, out of its tensor weight + STATE alone."""
+
+    def refuse(fault):
+        raise UserError(f"{where}: {weight}{STATE}: {fault}")
+
+    fields = _fields(state, refuse)
+    return tuple(fields["shape"]), "nested_offset" in fields
+
+
 def read(tensors: Mapping[str, np.ndarray], weight: str, where) -> tuple[NF4, Form]:
     """The matrix `weight` ("P.weight") out of its tensors, as an NF4 of numpy without a copy of the codes, and how it was written. UserError naming `where`
     and tensor for whatever is not as this file describes it."""

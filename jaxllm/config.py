@@ -114,19 +114,19 @@ def load_config(path: str | Path | None, *overrides: str, resolve_path: bool = T
         except UserError as error:
             problems.append(str(error))
     wanted = {**{key: setting.value for key, setting in settings.items()}, **dict(assignments)}
-    folder, unknown_model = {}, False
-    if resolve_path and isinstance(wanted.get(("model", "path")), str):
-        reads_bits = wanted.get(("lora", "base")) == "nf4" and wanted.get(("lora", "rank")) is not None
-        try:
-            folder = _folder_settings(wanted[("model", "path")], wanted.get(("model", "revision")), reads_bits)
-        except UserError as error:
-            unknown_model = True
-            problems.append(str(error))
-    adapter = {}
+    adapter, folder, unknown_model = {}, {}, False
     if resolve_path and isinstance(wanted.get(("model", "adapter")), str):
         try:
             adapter = _adapter_settings(wanted[("model", "adapter")])
         except UserError as error:
+            problems.append(str(error))
+    if resolve_path and isinstance(wanted.get(("model", "path")), str):
+        has_rank = ("lora", "rank") in adapter or wanted.get(("lora", "rank")) is not None
+        reads_bits = wanted.get(("lora", "base")) == "nf4" and has_rank
+        try:
+            folder = _folder_settings(wanted[("model", "path")], wanted.get(("model", "revision")), reads_bits)
+        except UserError as error:
+            unknown_model = True
             problems.append(str(error))
     settings = {**folder, **adapter, **settings}
     for key, value in assignments:
@@ -305,7 +305,10 @@ def _adapter_settings(path: str) -> dict[Key, Setting]:
         fields = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"model.adapter: {path!r} is no PEFT folder: {file.name} cannot be read: {error}") from None
-    found = lora.from_peft(fields) if isinstance(fields, dict) else {}
+    fields = fields if isinstance(fields, dict) else {}
+    if (kind := fields.get("peft_type")) != "LORA":
+        raise UserError(f"model.adapter: {file}: peft_type = {json.dumps(kind)}; only LORA adapters are supported")
+    found = lora.from_peft(fields)
     return {("lora", name): Setting(value, str(file)) for name, value in found.items()}
 
 

@@ -114,71 +114,92 @@ def _tokenizer_folder(config, found: Path) -> Path | None:
 
 
 def merged(config, found: Path, adapters: dict, onto: str, dtype: str | None = None) -> tuple[dict, str]:
-    """({path: numpy array} of the model with `adapters` added to its "original" or "dequantised" base, their dtype). UserError where the base is not the one
-    that the checkpoint `found` names. Prints how many matrices were merged, and how far the logits of what is written are from those that were trained."""
+    """({path: numpy array} of the model with `adapters` added to its "original" or "dequantised" base in float32, rounded once, their dtype). UserError where
+    the base is not the one that the checkpoint `found` names. Prints how many matrices were merged, and how far the logits of what is written are from those
+    that were trained. Host memory: the base in its form, what is written, and a matrix."""
     import jax
-    import ml_dtypes  # noqa: F401 (numpy then knows bfloat16 by name)
     import numpy as np
 
     from jaxllm import checkpoint, frozen, hf, peft, step, weights
+    from jaxllm.attention import AttentionConfig
     from jaxllm.hub import resolve_model_path
     from jaxllm.lora import NO_ADAPTERS
     from jaxllm.models import FAMILIES
+    from jaxllm.moe import MoEConfig
     from jaxllm.sharding import MeshConfig, make_mesh
 
-    where = config.model.path
-    in_float32 = config.precision.model_copy(update={"compute": "float32", "matmul": "compute", "param": "float32"})
-    config = config.model_copy(update={"precision": in_float32})
+    where, table = config.model.path, FAMILIES[config.model.family].hf_weights(config.model)
+    # What this machine can compute, whatever the run asked of its own: the weights are the same.
+    precision = config.precision.model_copy(update={"compute": "float32", "matmul": "compute", "param": "float32"})
+    here = {"precision": precision, "attention": AttentionConfig(), "moe": MoEConfig(router=config.moe.router)}
+    config = config.model_copy(update=here)
     whole = config.model_copy(update={"lora": NO_ADAPTERS})
+    count = min(64, config.model.longest_row)
+    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, (1, count)).astype(np.int32)
     with jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:1])):
-        declared = weights.declare(config)
-        kept = weights.load_frozen(config, declared)
-        saved = checkpoint.meta(found).get("base")
-        if saved is not None and saved["checksum"] != (now := weights.checksum(kept)):
+        logits = lambda graphdef, *held: np.asarray(step.logits(graphdef, step.TrainState(None, *held, {}, ()), tokens))
+        declared, plain = weights.declare(config), weights.declare(whole)
+        base = weights.load_frozen(config, declared)
+        saved, now = checkpoint.meta(found).get("base"), weights.checksum(base)
+        if saved is not None and saved["checksum"] != now:
             raise UserError(
-                f"{where}: not the weights that these adapters were trained on (checksum {saved['checksum']}, and here {now}); bring back {saved['path']}"
-            )
-        state = step.TrainState(None, adapters, kept, {}, ())
-        tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, (1, 64)).astype(np.int32)
-        logits = lambda graphdef, state: np.asarray(step.logits(graphdef, state, tokens))
-        trained = logits(declared.graphdef, state)
-        plain = weights.declare(whole)
-        if onto == "original":
-            source = Path(where) if where and Path(where).is_dir() else None
-            if where is not None and source is None:
-                source, _ = resolve_model_path(where, config.model.revision)
-            is_folder = source is not None and (source / "config.json").is_file()
-            if is_folder and "quantization_config" in json.loads((source / "config.json").read_text(encoding="utf-8")):
-                raise UserError(
-                    f"--merge: original: {where} is itself in 4 bits, so the original weights are not there; say --merge dequantised"
+                f"{where}: not the weights that these adapters were trained on (checksum {saved['checksum']}, and here {now}); "
+                + (
+                    f"bring back {saved['path']}"
+                    if where
+                    else "random weights are those of one JAX version and kind of device"
                 )
-            dtype = dtype or str(hf.ModelFolder(source).dtype if is_folder else "float32")
-            in_dtype = lambda like: jax.ShapeDtypeStruct(like.shape, dtype, sharding=like.sharding)
-            wanted = plain._replace(params={path: in_dtype(like) for path, like in plain.params.items()})
-            base = weights.load(whole, wanted)[0]
-        else:
-            dtype, base = dtype or "bfloat16", frozen.joined(kept)
-        # One after the other, for the whole model in float32 may be more than there is room for.
-        floats, count, table = {}, 0, peft.targets(FAMILIES[config.model.family].hf_weights(config.model))
-        for path, like in plain.params.items():
-            weight = np.asarray(
-                frozen.dequantised(base.pop(path), like.shape) if onto == "dequantised" else base.pop(path)
             )
-            own = {name: adapters[name] for name in (peft.paths(path) if path in table else ()) if name in adapters}
-            weight, added = peft.merge_params({path: weight}, own, config.lora.scale)
-            floats[path], count = hf.cast(weight[path], np.dtype(dtype), path), count + added
-        written = logits(plain.graphdef, step.TrainState(None, floats, {}, {}, ()))
-    named = (
-        f"the original weights of {where}"
-        if onto == "original"
-        else f"{where} as it was trained on ({config.lora.base}, made floats again)"
-    )
+        trained = logits(declared.graphdef, adapters, base)
+        base = frozen.joined(base)
+        if onto == "original":
+            del base
+            dtype_found = _original_dtype(where and resolve_model_path(where, config.model.revision)[0])
+            in_dtype = lambda like: jax.ShapeDtypeStruct(like.shape, dtype_found, sharding=like.sharding)
+            wanted = plain._replace(params={path: in_dtype(like) for path, like in plain.params.items()})
+            base, _ = weights.load(whole, wanted)
+            dtype = dtype or dtype_found
+        else:
+            dtype = dtype or config.lora.frozen_dtype
+        dequantised = jax.jit(frozen.dequantised, static_argnums=1)
+        floats, added, left = {}, 0, set(adapters)
+        for path, like in plain.params.items():
+            weight, num_leading = base.pop(path), table[path].name.count("{")
+            ab = [name for name in peft.paths(path) if name in adapters] if path in peft.targets(table) else []
+            out = np.empty(like.shape, np.dtype(dtype))
+            for at in np.ndindex(*like.shape[:num_leading]):
+                one = jax.tree.map(lambda x, at=at: x[at], weight)
+                matrix = np.asarray(dequantised(one, like.shape[num_leading:]))
+                if ab:
+                    matrix = peft.merge(matrix, *(adapters[name][at] for name in ab), config.lora.scale)
+                    added += 1
+                out[at] = hf.cast(matrix, out.dtype, path)
+            floats[path], left = out, left - {*ab}
+        if left:
+            raise UserError(f"{found}: the model has no weights for {', '.join(sorted(left))}")
+        written = logits(plain.graphdef, floats, {})
+    named = f"the original weights of {where}"
+    if onto == "dequantised":
+        named = f"{where} as it was trained on ({config.lora.base}, made floats again)"
     apart = np.abs(written - trained)
     print(
-        f"{count} matrices merged into {named}, as {dtype}. On 64 random tokens its logits (in float32) differ from those of base and adapters as trained by "
-        f"at most {apart.max():.3g}, by {np.sqrt((apart**2).mean()):.3g} in root mean square; their standard deviation is {trained.std():.3g}"
+        f"{added} matrices merged into {named}, as {dtype}. On {count} random tokens its logits (in float32) differ from those of base and adapters as trained "
+        f"by at most {apart.max():.3g}, by {np.sqrt((apart**2).mean()):.3g} in root mean square; their standard deviation is {trained.std():.3g}"
     )
     return floats, dtype
+
+
+def _original_dtype(source: Path | None) -> str:
+    """Of the weights in `source` (None: random ones). UserError where they are not the original ones."""
+    from jaxllm import hf
+
+    if source is None or not (source / "config.json").is_file():
+        return "float32"
+    if "quantization_config" in json.loads((source / "config.json").read_text(encoding="utf-8")):
+        raise UserError(
+            f"--merge: original: {source} is itself in 4 bits, so the original weights are not there; say --merge dequantised"
+        )
+    return str(hf.ModelFolder(source).dtype)
 
 
 def _free(destination) -> Path:

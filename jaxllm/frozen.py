@@ -12,8 +12,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxllm import fp8, nf4
 from jaxllm.lora import LoRAConfig
@@ -90,11 +93,17 @@ def apart(weights: dict) -> dict:
     return flat
 
 
-def to_float8(weight, num_leading: int) -> Float8:
-    """weight [*D, *inputs, *outputs], D of `num_leading` dims, with the scale that makes the largest magnitude of each of D the largest number of e4m3."""
-    largest = fp8.amax(weight, num_leading)
-    scale = jnp.where(largest > 0, fp8.largest(FORMAT) / largest, 1.0)
-    return Float8(fp8.quantise(weight, scale, FORMAT), scale)
+def to_float8(weight, like: Float8) -> Float8:
+    """weight [*D, *inputs, *outputs] with the scale that makes the largest magnitude of each of D the largest number of e4m3, where `like`,
+    ShapeDtypeStructs with shardings, says that it rests. Not inside of jit: the scale is divided on the host, since devices round divisions in ways of their
+    own, and the same weights are to be the same bytes on all."""
+    whole = NamedSharding(like.values.sharding.mesh, P())
+    largest = np.asarray(jax.jit(fp8.amax, static_argnums=1, out_shardings=whole)(weight, len(like.scale.shape)))
+    scale = np.where(largest > 0, np.float32(fp8.largest(FORMAT)) / np.where(largest > 0, largest, 1), 1).astype(
+        np.float32
+    )
+    quantise = lambda weight, scale: Float8(fp8.quantise(weight, scale, FORMAT), scale)
+    return jax.jit(quantise, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, like))(weight, scale)
 
 
 def from_float8(weight: Float8, dtype):

@@ -159,7 +159,7 @@ def _adapted_forward(rows, sizes, a, b, names, everywhere, scale, compute, reduc
 
     def local(rows, sizes, a, b):
         inner = _own(dot(rows[0].astype(compute), _beside(a), ((1,), (0,)), compute), sizes[0])
-        inner *= jnp.asarray(scale, compute)
+        inner = (inner.astype(jnp.float32) * scale).astype(compute)
         return dot(inner, b.reshape(-1, b.shape[2]), ((1,), (0,)), compute)[None], inner[None]
 
     specs = (_ROWS, _ROWS, *(spec(table, own) for own in _adapter_names(names)))
@@ -175,7 +175,7 @@ def _adapted_backward(names, everywhere, scale, compute, reduce, residuals, dy):
     def local(rows, sizes, a, b, inner, dy):
         x, dy, (held, K, r) = rows[0].astype(compute), dy[0], a.shape
         d_inner = _own(dot(dy, b.reshape(-1, b.shape[2]), ((1,), (1,)), compute), sizes[0])
-        d_inner *= jnp.asarray(scale, compute)
+        d_inner = (d_inner.astype(jnp.float32) * scale).astype(compute)
         dx = dot(d_inner, _beside(a), ((1,), (1,)), compute)
         da = dot(x, d_inner, ((0,), (0,)), rest).astype(reduce).reshape(K, held, r).swapaxes(0, 1)
         db = dot(inner[0], dy, ((0,), (0,)), rest).astype(reduce).reshape(b.shape)

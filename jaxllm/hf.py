@@ -24,7 +24,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import MappingProxyType
 
 import jax
 import ml_dtypes
@@ -272,11 +271,19 @@ def load_params(
     assert on_nan in ("error", "warn"), on_nan
     folder = folder if isinstance(folder, ModelFolder) else ModelFolder(folder)
     in_bits = _in_four_bits(folder, weights, abstract)
+    bit_shapes = {name: bnb.described(folder.tensors[name + bnb.STATE].whole(), name, folder.path) for name in in_bits}
     shapes = {path: _leading_shape(weights[path], abstract[path]) for path in weights}
     wanted = {
         name: _file_shape_of(weights[p], abstract[p]) for p in weights for name, _ in tensors_of(weights[p], shapes[p])
     }
-    _check_fit(folder, wanted, in_bits)
+    _check_fit(folder, wanted, in_bits, {name: shape for name, (shape, _) in bit_shapes.items()})
+    double = {target.nested is not None for target in abstract.values() if isinstance(target, NF4)}
+    if differ := [name for name, (_, doubly) in bit_shapes.items() if {doubly} != double]:
+        given = str(double.pop()).lower()
+        raise UserError(
+            f"lora.double_quant: {given}, but of {folder.path} {some(differ)} {'are not' if given == 'true' else 'are'} doubly quantised; set it to "
+            f"{'false' if given == 'true' else 'true'}"
+        )
     found = {DTYPES.get(tensor.dtype) for tensor in folder.tensors.values()}
     floats = [path for path in weights if not isinstance(abstract[path], NF4)]
     _warn_of_rounding(folder.path, found, {np.dtype(abstract[path].dtype) for path in floats})
@@ -284,7 +291,7 @@ def load_params(
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         for path, weight in weights.items():
             if isinstance(abstract[path], NF4):
-                params[path] = _load_nf4(pool, folder, path, weight, abstract[path], in_bits)
+                params[path] = _load_nf4(pool, folder, weight, abstract[path], in_bits)
                 continue
             params[path], names = _load_param(pool, folder, weight, abstract[path], in_bits)
             bad += names
@@ -335,21 +342,14 @@ def _in_four_bits(folder: ModelFolder, weights: Mapping, abstract: Mapping) -> d
     return found
 
 
-def _load_nf4(pool, folder: ModelFolder, path: str, weight, target: NF4, in_bits) -> NF4:
+def _load_nf4(pool, folder: ModelFolder, weight, target: NF4, in_bits) -> NF4:
     names = {leading: name for name, leading in tensors_of(weight, _leading_shape(weight, target))}
-    double_quant = target.nested is not None
 
     def read(leading) -> NF4:
         name = names[leading]
         if name not in in_bits:
-            return nf4.quantise(folder.tensors[name].whole(), double_quant, f"{folder.path}: {name}")
-        matrix, _ = _four_bits(folder, name, in_bits)
-        if (matrix.nested is not None) is not double_quant:
-            raise UserError(
-                f"lora.double_quant: {str(double_quant).lower()}, but {name} of {folder.path} is {'' if not double_quant else 'not '}doubly quantised; set it "
-                f"to {str(not double_quant).lower()}"
-            )
-        return matrix
+            return nf4.quantise(folder.tensors[name].whole(), target.nested is not None, f"{folder.path}: {name}")
+        return _four_bits(folder, name, in_bits)[0]
 
     return nf4.from_numpy(target, read, pool.map)
 
@@ -414,10 +414,8 @@ def _load_param(pool, folder: ModelFolder, weight, target, in_bits) -> tuple[jax
     return jax.block_until_ready(array), bad  # without waiting, the host buffers of several parameters would pile up
 
 
-def _check_fit(
-    folder: ModelFolder, wanted: dict[str, tuple[int, ...]], in_bits: Mapping = MappingProxyType({})
-) -> None:
-    """UserError with everything that is missing, unexpected or misshapen; matrices in 4 bits are checked as they are read."""
+def _check_fit(folder: ModelFolder, wanted: dict[str, tuple[int, ...]], in_bits: Mapping, bit_shapes: Mapping) -> None:
+    """UserError with everything that is missing, unexpected or misshapen. bit_shapes: of the matrices in 4 bits, as they are meant."""
     parts = {part for name in in_bits for part in in_bits[name] if part != name}
     tensors = {name: tensor for name, tensor in folder.tensors.items() if name not in parts}
     missing = [name for name in wanted if name not in tensors]
@@ -436,9 +434,9 @@ def _check_fit(
             name for name in extra if name not in harmless and not (tied and name == _HEAD)
         ],
         "of another shape than config.json says": [
-            f"{name}: found {list(tensors[name].shape)}, wanted {list(shape)}"
+            f"{name}: found {list(found)}, wanted {list(shape)}"
             for name, shape in wanted.items()
-            if name in tensors and name not in in_bits and tensors[name].shape != shape
+            if name in tensors and (found := bit_shapes.get(name, tensors[name].shape)) != shape
         ],
         f"of a dtype other than {', '.join(DTYPES)}": [
             f"{name}: {tensors[name].dtype}"

@@ -190,7 +190,10 @@ def adapted(x, a, b, names, num_inputs, scale, compute, reduce):
     """scale * (x A) B, of an adapter beside a weight with dims `names`: A [*inputs, r], B [r, *outputs]."""
     with jax.named_scope("adapter"):
         inner = matmul(x, a, (*names[:num_inputs], "rank"), num_inputs, compute, reduce)
-        return matmul(inner * jnp.asarray(scale, inner.dtype), b, ("rank", *names[num_inputs:]), 1, compute, reduce)
+        inner = (inner.astype(jnp.float32) * scale).astype(
+            inner.dtype
+        )  # a scale rounded to bfloat16 would be another one
+        return matmul(inner, b, ("rank", *names[num_inputs:]), 1, compute, reduce)
 
 
 class Linear(nnx.Module):

@@ -128,12 +128,13 @@ class Adapter(nnx.Param):
 
 
 def parameters(config: LoRAConfig, name: str, inputs: dict, outputs: dict, dtype: str, key, experts: int | None = None):
-    """(A [*inputs, rank], B [rank, *outputs]) of the weight `name`, with experts one more dim in front; (None, None) where it has no adapter. key: random."""
+    """(A [*inputs, rank], B [rank, *outputs]) of the weight `name`, with experts one more dim in front; (None, None) where it has no adapter. key: the random
+    one of the weight."""
     if name not in config.targets:
         return None, None
     leading, names = ((), ()) if experts is None else ((experts,), ("experts",))
     bound = 1 / math.sqrt(math.prod(inputs.values()))
-    a = jax.random.uniform(key, (*leading, *inputs.values(), config.rank), dtype, -bound, bound)
+    a = jax.random.uniform(jax.random.fold_in(key, 1), (*leading, *inputs.values(), config.rank), dtype, -bound, bound)
     b = jnp.zeros((*leading, config.rank, *outputs.values()), dtype)
     return Adapter(a, axes=(*names, *inputs, "rank")), Adapter(b, axes=(*names, "rank", *outputs))
 

@@ -229,17 +229,17 @@ ABSMAX_MAP = _dynamic_map()
 # --- from the host to where it rests ----------------------------------------------------------------------------------
 
 
-def from_numpy(like: NF4, read: Callable[[tuple[int, ...]], NF4], map: Callable = map) -> NF4:
+def from_numpy(like: NF4, read: Callable[[tuple[int, ...]], NF4], map: Callable = map, every=False) -> NF4:
     """Arrays as `like`, ShapeDtypeStructs with shardings (`at_rest`), has them. read: indices into *D -> that matrix as an NF4 of numpy; called once for each
-    of which this process holds a part, by `map`, which may be that of a pool of threads. Host memory: this process's shards, and one matrix (of such a pool:
-    those that are read faster than they are put in their place). ValueError where a matrix is not as `like` has it."""
+    of which this process holds a part, by `map`, which may be that of a pool of threads; every: also for those held elsewhere. Host memory: this process's
+    shards, and one matrix (of such a pool: those that are read faster than they are put in their place). ValueError where a matrix is not as `like` has it."""
     leading_shape = like.codebook.shape[:-1]
     shards = _map(_buffers, like)
     held = [buffers for buffers in shards if buffers is not None]
     needed = [
         leading
         for leading in np.ndindex(*leading_shape)
-        if any(_inside(leading, bounds) for buffers in held for bounds in buffers)
+        if every or any(_inside(leading, bounds) for buffers in held for bounds in buffers)
     ]
     for leading, matrix in zip(needed, map(read, needed), strict=True):
         wanted = _map(lambda x: jax.ShapeDtypeStruct(x.shape[len(leading_shape) :], x.dtype), like)

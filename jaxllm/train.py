@@ -440,13 +440,12 @@ def starting_step(cfg) -> int | None:
     if foreign := [name for name in found.foreign if not name.startswith("replaced-")]:
         print(f"{output} also holds {', '.join(foreign[:5])}, which jaxllm did not write and leaves alone", flush=True)
     if cfg.checkpoint.overwrite:
-        if cfg.model.path and output.resolve() in (
-            pathlib.Path(cfg.model.path).resolve(),
-            *pathlib.Path(cfg.model.path).resolve().parents,
-        ):
-            raise UserError(
-                f"checkpoint.overwrite: model.path = {cfg.model.path!r} is inside {output}, whose checkpoints would be removed; use another output_dir"
-            )
+        for name, given in (("model.path", cfg.model.path), ("model.adapter", cfg.model.adapter)):
+            if given and output.resolve() in (pathlib.Path(given).resolve(), *pathlib.Path(given).resolve().parents):
+                raise UserError(
+                    f"checkpoint.overwrite: {name} = {given!r} is inside {output}, which is set aside and whose checkpoints would be removed; use another "
+                    "output_dir"
+                )
         return None
     if not found.steps:
         if isinstance(resume, int):

@@ -6,7 +6,8 @@ read, matrix by matrix on the host; FP8 on the devices, a parameter at a time. F
 Not here: what a run saves and goes on from (`checkpoint`).
 """
 
-import functools
+import logging
+import math
 import zlib
 
 import jax
@@ -22,6 +23,8 @@ from jaxllm.models import FAMILIES
 from jaxllm.nf4 import NF4
 from jaxllm.section import UserError
 from jaxllm.state import Declared
+
+logger = logging.getLogger(__name__)
 
 
 def declare(cfg: Config) -> Declared:
@@ -73,9 +76,7 @@ def _read_as(like, dtype: str):
 def _settled(array, like, weight, path: str):
     """`array`, the floats of a parameter, in the form of `like`."""
     if isinstance(like, Float8):
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
-        quantise = functools.partial(frozen.to_float8, num_leading=len(like.scale.shape))
-        return jax.jit(quantise, out_shardings=shardings)(array)
+        return frozen.to_float8(array, like)
     if not isinstance(like, NF4):
         return array
     *_, outputs, half = like.codes.shape
@@ -84,7 +85,8 @@ def _settled(array, like, weight, path: str):
         matrix = np.asarray(hf.fetch(array, leading)).reshape(2 * half, outputs).T
         return nf4.quantise(matrix, like.nested is not None, path)
 
-    return nf4.from_numpy(like, read)
+    # Every process reads every matrix: `fetch` is a collective where the array is spread over several.
+    return nf4.from_numpy(like, read, every=jax.process_count() > 1)
 
 
 # --- adapters ---------------------------------------------------------------------------------------------------------
@@ -95,13 +97,11 @@ def _adapters(cfg: Config, declared: Declared) -> dict:
         return _random(cfg, declared.params)
     settings, arrays = read_adapter(cfg)
     lora = cfg.lora
-    theirs = {
-        "rank": settings.rank,
-        "alpha": settings.alpha,
-        "use_rslora": settings.use_rslora,
-        "target_modules": sorted(settings.target_modules),
-    }
-    ours = {name: getattr(lora, name) for name in theirs} | {"target_modules": sorted(lora.targets)}
+    theirs = {"rank": settings.rank, "target_modules": sorted(settings.target_modules)}
+    ours = {"rank": lora.rank, "target_modules": sorted(lora.targets)}
+    if not math.isclose(settings.scale, lora.scale, rel_tol=1e-6):  # which several alphas mean, by either rule
+        theirs |= {"alpha": settings.alpha, "use_rslora": settings.use_rslora}
+        ours |= {"alpha": lora.alpha, "use_rslora": lora.use_rslora}
     if wrong := [name for name in theirs if theirs[name] != ours[name]]:
         got = ", ".join(f"lora.{name} = {ours[name]!r}" for name in wrong)
         needed = ", ".join(f"lora.{name} = {theirs[name]!r}" for name in wrong)
@@ -110,9 +110,10 @@ def _adapters(cfg: Config, declared: Declared) -> dict:
                 "False", "false"
             )
         )
-    return {
-        path: jax.device_put(arrays[path].astype(leaf.dtype), leaf.sharding) for path, leaf in declared.params.items()
-    }
+    if cfg.precision.param != "float32":
+        logger.warning("%s: float32 adapters, rounded to precision.param = %s", cfg.model.adapter, cfg.precision.param)
+    placed = lambda path, leaf: jax.device_put(hf.cast(arrays[path], np.dtype(leaf.dtype), path), leaf.sharding)
+    return {path: placed(path, leaf) for path, leaf in declared.params.items()}
 
 
 def read_adapter(cfg: Config) -> tuple[peft.Settings, dict]:

@@ -31,16 +31,20 @@ _policies = jax.checkpoint_policies
 # Elementwise operations, casts, and what only moves or pins values: what they yield costs little to make again. Gathered weights come of nothing else,
 # nor do norms, gated products and casts to FP8. (JAX's save_anything_except_these_names keeps everything, 0.10 and 0.11, those names too.)
 _CHEAP = {
-    "abs", "add", "add_any", "and", "bitcast_convert_type", "broadcast_in_dim", "clamp", "concatenate", "convert_element_type", "copy", "cos", "div", "eq",
-    "exp", "expand_dims", "ge", "gt", "integer_pow", "iota", "layout_constraint", "le", "log", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or",
-    "pow", "reduce_precision", "reshape", "rsqrt", "select_n", "sharding_constraint", "sign", "sin", "slice", "split", "sqrt", "square", "squeeze", "sub",
-    "tanh", "transpose",
+    "abs", "add", "add_any", "and", "bitcast_convert_type", "broadcast_in_dim", "clamp", "concatenate", "convert_element_type", "copy", "cos", "div",
+    "eq", "exp", "expand_dims", "ge", "gt", "integer_pow", "iota", "layout_constraint", "le", "log", "logistic", "lt", "max", "min", "mul", "ne",
+    "neg", "not", "or", "pow", "reduce_precision", "reshape", "rsqrt", "select_n", "sharding_constraint", "shift_right_logical", "sign", "sin",
+    "slice", "split", "sqrt", "square", "squeeze", "stack", "sub", "tanh", "transpose",
 }  # fmt: skip
 _AGAIN = {"gathered", "norm", "gated", "quantised"}
 
 
-def _whatever_costs(primitive, *_, **params):
-    return params["name"] not in _AGAIN if primitive.name == "name" else primitive.name not in _CHEAP
+def _whatever_costs(primitive, *operands, **params):
+    if primitive.name == "name":
+        return params["name"] not in _AGAIN
+    if primitive.name == "gather":  # of a table, as codes of NF4 are looked up, one for each matrix: cheap as well
+        return operands[0].ndim - len(params["dimension_numbers"].operand_batching_dims) > 1
+    return primitive.name not in _CHEAP
 
 
 # What the backward pass of a block keeps; everything else is computed again. The input of each block is always kept, and so are the magnitudes that FP8

@@ -104,7 +104,7 @@ def test_the_adapters_of_the_recipe_are_counted_as_it_counts_them():
     assert count(declared(load("mixtral_8x7b_qlora"), data=1).params) == 242_225_152 - LAYERS * router == 240_123_904
 
 
-@pytest.mark.parametrize("base", ["bfloat16", "nf4"])
+@pytest.mark.parametrize("base", ["bfloat16", "float8", "nf4"])
 def test_beside_adapters_all_products_of_layers_are_in_fp8(base):
     """Adapters, which stay in bfloat16, would be 0.8 % of them."""
     facts = plan.report(load("llama3_8b_qlora", "precision.matmul=float8", f"lora.base={base}"), "h100:1")
