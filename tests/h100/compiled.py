@@ -19,6 +19,10 @@ MARKS = [
     pytest.mark.version,
     pytest.mark.skipif(not importlib.util.find_spec("jax_cuda13_plugin"), reason="needs the extra `plan`"),
 ]
+# A whole step takes half a minute to compile; on older JAX a few of them have to do.
+NEWEST = pytest.mark.skipif(
+    jax.version.__version_info__ < (0, 11), reason="whole steps are compiled by the newest JAX, few by others"
+)
 GIB = 2**30
 SMEM_LIMIT = 232448  # bytes that one block may have on compute capability 9.0
 

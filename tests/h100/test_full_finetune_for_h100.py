@@ -3,13 +3,14 @@
 import jax
 import pytest
 
-from h100.compiled import GIB, MARKS, at_rest, need
+from h100.compiled import GIB, MARKS, NEWEST, at_rest, need
 from jaxllm import config, hlo, plan
 from support import ROOT, tiny
 
 pytestmark = MARKS
 
 
+@NEWEST
 @pytest.mark.parametrize(
     "way, weights, moments, gib", [("8bit", 4, 2.03, 59.7), ("host", 4, 8, 50.5), ("bfloat16", 2, 4, 50.3)]
 )

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from h100.compiled import MARKS, abstract, compiled_on, h100s
+from h100.compiled import MARKS, NEWEST, abstract, compiled_on, h100s
 from jaxllm import config, exchange, plan, sharding
 from jaxllm.section import UserError
 from support import ROOT
@@ -76,6 +76,7 @@ def test_tokens_that_are_sent_travel_in_bounded_rows_there_and_back_in_both_dire
     assert sorted(map(int, found)) == rows
 
 
+@NEWEST
 def test_kernels_whose_results_are_kept_run_once():
     """With "dots" nothing of a layer is computed again: three attention kernels, and a forward product, two gradients for each of three weights."""
     small = (

@@ -6,7 +6,7 @@ import math
 import jax
 import pytest
 
-from h100.compiled import GIB, MARKS, at_rest, h100s, need
+from h100.compiled import GIB, MARKS, NEWEST, at_rest, h100s, need
 from jaxllm import config, hlo, plan, state
 from support import ROOT
 
@@ -48,6 +48,7 @@ def test_mixtral_8x7b_at_4096_needs_at_most_36_gib_of_one_gpu(mixtral):
     assert compiled.memory_analysis().temp_size_in_bytes / GIB == pytest.approx(8.6, abs=0.5)
 
 
+@NEWEST
 def test_mixtral_8x7b_at_16384_needs_at_most_48_gib_of_one_gpu():
     compiled, *_ = plan.compile_step(load("mixtral_8x7b_qlora", "data.seq_len=16384"), "h100:1")
     assert need(compiled) <= 48
@@ -81,6 +82,7 @@ def test_frozen_weights_of_mixtral_have_no_gradient(mixtral):
     }
 
 
+@NEWEST
 def test_weights_travel_as_their_bytes():
     """On 8 GPUs, experts over 4 of them: all that is gathered of the layers are codes, twice each; in bfloat16 lm_head, and tokens on their way to experts.
     What is summed are tokens on their way back and adapters: nothing else as large as the smallest frozen matrix's gradient, 16 MiB."""
@@ -104,12 +106,13 @@ def test_the_adapters_of_the_recipe_are_counted_as_it_counts_them():
     assert count(declared(load("mixtral_8x7b_qlora"), data=1).params) == 242_225_152 - LAYERS * router == 240_123_904
 
 
+@NEWEST
 @pytest.mark.parametrize("base", ["bfloat16", "float8", "nf4"])
 def test_beside_adapters_all_products_of_layers_are_in_fp8(base):
     """Adapters, which stay in bfloat16, would be 0.8 % of them."""
     facts = plan.report(load("llama3_8b_qlora", "precision.matmul=float8", f"lora.base={base}"), "h100:1")
     assert facts["fp8_share"] >= 0.999
-    assert facts["memory_gib"]["temporaries"] < 7, "weights of all layers are not turned round together"
+    assert facts["memory_gib"]["temporaries"] < 8, "weights of all layers are not turned round together"
 
 
 def test_a_base_in_fp8_rests_in_a_byte_a_weight():

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from h100.compiled import GIB, MARKS, abstract, compiled_on, h100s, need
+from h100.compiled import GIB, MARKS, NEWEST, abstract, compiled_on, h100s, need
 from jaxllm import config, hlo, plan, sharding
 from jaxllm.attention import AttentionConfig, attention, calls_per_pass, describe
 from support import ROOT
@@ -60,6 +60,7 @@ def test_at_131072_tokens_nothing_but_weights_is_gathered_and_32_gib_are_enough(
         assert sum(plan.kernel_flops(program.kernels, cfg)) == pytest.approx(9 / 6 * attention / 8, rel=1e-3)
 
 
+@NEWEST
 @pytest.mark.parametrize(
     ("on", "overrides", "limit"),
     [
@@ -75,6 +76,7 @@ def test_longer_and_fewer(on, overrides, limit):
     )
 
 
+@NEWEST
 def test_a_million_tokens_on_8_with_layer_inputs_in_host_memory():
     facts = plan.report(load(name="llama3_8b_1m"), "h100:8")
     assert facts["memory_gib"]["need"] <= 60
@@ -82,6 +84,7 @@ def test_a_million_tokens_on_8_with_layer_inputs_in_host_memory():
     assert not [c for c in facts["collectives"] if not c["asynchronous"] and c["bytes"] > 2**20]
 
 
+@NEWEST
 def test_activations_fall_with_the_axis(step_128k):
     """Bytes that one more token of the row costs a device: on 8 devices at most 1 / (0.9 x 8) of what it costs on one."""
     size = lambda compiled: compiled.memory_analysis().temp_size_in_bytes
@@ -119,6 +122,7 @@ def attention_memory(ranks, length, heads=32, kv_heads=8, head_dim=128, backward
     return compiled_on(mesh, function, q, k, k, interval, interval).memory_analysis().temp_size_in_bytes
 
 
+@NEWEST
 def test_memory_of_attention_alone_is_the_formula_and_does_not_grow_with_the_ring():
     """Residuals q, k, v, out (bf16) and lse, and beside them what travels: keys and values once more, and in float32 the carry forward; dq and
     two buffers of dk, dv backward."""

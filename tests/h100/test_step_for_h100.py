@@ -6,7 +6,7 @@ import json
 import jax
 import pytest
 
-from h100.compiled import MARKS
+from h100.compiled import MARKS, NEWEST
 from jaxllm import config, hlo, plan
 from jaxllm.section import UserError
 from support import MIXTRAL, ROOT, tiny
@@ -86,6 +86,7 @@ def test_in_fp8_all_products_of_layers_are_and_half_the_bytes_are_gathered(llama
     assert size(facts, "f8e4m3fn") == pytest.approx((size(llama8b, "bf16") - head) / 2, rel=0.01)
 
 
+@NEWEST
 def test_each_rematerialisation_policy_does_on_the_device_what_it_says():
     """Its memory, and what it computes again: products of a layer but the last, attention, or neither."""
     need, host = {}, {}
@@ -108,6 +109,7 @@ def test_each_rematerialisation_policy_does_on_the_device_what_it_says():
     assert host["offload"] == pytest.approx(inputs, rel=0.2) and not any(host[p] for p in need if p != "offload"), host
 
 
+@NEWEST
 def test_a_mesh_of_all_axes_compiles_without_rematerialisation():
     cfg = tiny(
         "mesh.data=2", "mesh.sequence=2", "mesh.expert=2", *MIXTRAL, "model.hidden_size=128", "precision.compute=bfloat16",
