@@ -112,9 +112,14 @@ def from_float8(weight: Float8, dtype):
     return (weight.values.astype(jnp.float32) * inverse).astype(dtype)
 
 
+def _leading(names) -> tuple:
+    """Names of the dims D."""
+    return tuple(names[:1]) if names[0] == "experts" else ()
+
+
 def split(weight, names, table):
     """Partition specs of a weight that rests or is used as `table` says; names: of [*D, *inputs, *outputs], "experts" first where there are any."""
-    leading = tuple(names[:1]) if names[0] == "experts" else ()
+    leading = _leading(names)
     if isinstance(weight, NF4):
         dims = nf4.names(weight, leading)
         return NF4(*(None if d is None else spec(table, d) for d in dims))
@@ -125,7 +130,7 @@ def split(weight, names, table):
 
 def gather(weight, names, dtype, table=IN_USE):
     """The weight in use, still in its form, named "gathered"; floats in `dtype`, cast where they rest."""
-    leading = tuple(names[:1]) if names[0] == "experts" else ()
+    leading = _leading(names)
     if isinstance(weight, NF4):
         used = nf4.gather(weight, leading, table)
     elif isinstance(weight, Float8):
@@ -160,10 +165,9 @@ def opened(weight, names, num_inputs: int, shape, dtype):
         return from_float8(weight, jnp.float32), names
     if not isinstance(weight, NF4):
         return weight, names
-    num_leading = 1 if names[0] == "experts" else 0
-    leading = tuple(names[:num_leading])
+    leading = _leading(names)
     w = nf4.dequantise(jax.tree.map(lambda x: checkpoint_name(x, "gathered"), nf4.gather(weight, leading)), dtype)
-    return w.swapaxes(-1, -2).reshape(shape), (*leading, *(None for _ in names[num_leading:]))
+    return w.swapaxes(-1, -2).reshape(shape), (*leading, *(None for _ in names[len(leading) :]))
 
 
 def scales(weight, scales: dict) -> dict:

@@ -4,7 +4,7 @@ device that computes it. Router jitter and the dropout of adapters draw from her
 `noise` is (random key, row numbers i32, places in the rows i32): those of tokens in their rows are [B] and [B, T], those of rows sorted by expert are both
 [devices, R]. None where nothing is random: in evaluation.
 
-Not jax.random for each token: its numbers are cryptographic, and a step with dropout on everything took several times as long to compile."""
+Not jax.random for each token: a number of its own costs several hundred instructions, to draw and to compile, as `optim` found."""
 
 import zlib
 

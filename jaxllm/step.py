@@ -33,7 +33,7 @@ def abstract_state(cfg: Config):
 def init_state(cfg: Config):
     """(graphdef, TrainState) at step 0 on the current mesh: weights from cfg.model.path and cfg.model.adapter, or random from cfg.seed."""
     graphdef, abstract = abstract_state(cfg)
-    return graphdef, start(cfg, abstract, *weights.load(cfg, weights.declare(cfg)))
+    return graphdef, start(cfg, abstract, *weights.load(cfg, abstract))
 
 
 def start(cfg: Config, abstract: TrainState, params: dict, frozen: dict | None = None) -> TrainState:

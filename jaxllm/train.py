@@ -178,7 +178,7 @@ def train(cfg) -> int:
             if start is None:
                 graphdef, state = step.init_state(cfg)
             elif cfg.lora.rank is not None:
-                state = dataclasses.replace(state, frozen=weights.load_frozen(cfg, weights.declare(cfg)))
+                state = dataclasses.replace(state, frozen=weights.load_frozen(cfg, abstract))
             if cfg.lora.rank is not None:
                 base = {
                     "path": cfg.model.path,

@@ -22,7 +22,7 @@ from jaxllm.hub import resolve_model_path
 from jaxllm.models import FAMILIES
 from jaxllm.nf4 import NF4
 from jaxllm.section import UserError
-from jaxllm.state import Declared
+from jaxllm.state import Declared, TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -32,15 +32,16 @@ def declare(cfg: Config) -> Declared:
     return states.declare(cfg.model, cfg.precision, cfg.attention, cfg.moe, cfg.lora)
 
 
-def load(cfg: Config, declared: Declared) -> tuple[dict, dict]:
-    """(params, frozen) at the start of a run, as `declared` has them: from model.path, or random from cfg.seed; adapters from model.adapter, or new ones."""
+def load(cfg: Config, declared: Declared | TrainState) -> tuple[dict, dict]:
+    """(params, frozen) at the start of a run, as `declared` (or an abstract state, which has the same two) has them: from model.path, or random from
+    cfg.seed; adapters from model.adapter, or new ones."""
     if cfg.lora.rank is None:
         return _weights(cfg, declared.params), {}
     kept = load_frozen(cfg, declared)
     return _adapters(cfg, declared), kept
 
 
-def load_frozen(cfg: Config, declared: Declared) -> dict:
+def load_frozen(cfg: Config, declared: Declared | TrainState) -> dict:
     """What a run with adapters only reads; nothing without them."""
     return frozen.apart(_weights(cfg, frozen.joined(declared.frozen))) if declared.frozen else {}
 
@@ -92,11 +93,12 @@ def _settled(array, like, weight, path: str):
 # --- adapters ---------------------------------------------------------------------------------------------------------
 
 
-def _adapters(cfg: Config, declared: Declared) -> dict:
+def _adapters(cfg: Config, declared: Declared | TrainState) -> dict:
     if cfg.model.adapter is None:
         return _random(cfg, declared.params)
-    settings, arrays = read_adapter(cfg)
-    lora = cfg.lora
+    lora, table = cfg.lora, FAMILIES[cfg.model.family].hf_weights(cfg.model)
+    beside = states.declare(cfg.model, cfg.precision, cfg.attention, cfg.moe).params
+    settings, arrays = peft.read(cfg.model.adapter, table, beside)
     theirs = {"rank": settings.rank, "target_modules": sorted(settings.target_modules)}
     ours = {"rank": lora.rank, "target_modules": sorted(lora.targets)}
     if not math.isclose(settings.scale, lora.scale, rel_tol=1e-6):  # which several alphas mean, by either rule
@@ -114,13 +116,6 @@ def _adapters(cfg: Config, declared: Declared) -> dict:
         logger.warning("%s: float32 adapters, rounded to precision.param = %s", cfg.model.adapter, cfg.precision.param)
     placed = lambda path, leaf: jax.device_put(hf.cast(arrays[path], np.dtype(leaf.dtype), path), leaf.sharding)
     return {path: placed(path, leaf) for path, leaf in declared.params.items()}
-
-
-def read_adapter(cfg: Config) -> tuple[peft.Settings, dict]:
-    """The adapters in model.adapter: `peft.read` beside this model."""
-    table = FAMILIES[cfg.model.family].hf_weights(cfg.model)
-    shapes = states.declare(cfg.model, cfg.precision, cfg.attention, cfg.moe).params
-    return peft.read(cfg.model.adapter, table, shapes)
 
 
 # --- which weights these are ------------------------------------------------------------------------------------------

@@ -28,6 +28,21 @@ def rng():
 
 
 @pytest.fixture(scope="module")
+def torch():
+    """What oracles stand on. The extra `test` brings it to Python 3.11 alone, where pip finds a build for CPUs; others pull gigabytes of CUDA."""
+    return pytest.importorskip(
+        "torch", reason="the oracle needs torch, which the extra `test` brings to Python 3.11 alone"
+    )
+
+
+@pytest.fixture(scope="module")
+def functional(torch):
+    """bitsandbytes' functions over tensors."""
+    reason = "the oracle is bitsandbytes, which the extra `test` brings to Python 3.11 alone"
+    return pytest.importorskip("bitsandbytes", reason=reason).functional
+
+
+@pytest.fixture(scope="module")
 def remembered_shuffles():
     """grain takes a millisecond to find where one of a few documents comes in the order, and tests ask for the same ones again and again. That
     processes without this agree on the order is shown in test_resume.py."""

@@ -1,7 +1,6 @@
 """bitsandbytes: our codes, scales and values against its own on a CPU, live, and its checkpoint tensors read and written again as the same bytes."""
 
 import json
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,19 +15,6 @@ from jaxllm.section import UserError
 NAME = "model.layers.0.mlp.up_proj.weight"
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 dequantise = jax.jit(nf4.dequantise, static_argnums=1)
-
-
-@pytest.fixture(scope="module")
-def torch():
-    if sys.version_info >= (3, 12):
-        pytest.skip("bitsandbytes needs torch, of which only Python 3.11 gets a CPU build in the extra `test`")
-    return pytest.importorskip("torch")
-
-
-@pytest.fixture(scope="module")
-def oracle(torch):
-    """bitsandbytes' functions over tensors."""
-    return pytest.importorskip("bitsandbytes").functional
 
 
 def bits(array):
@@ -65,30 +51,30 @@ def of_state(packed, state):
 # --- against bitsandbytes ---------------------------------------------------------------------------------------------
 
 
-def test_both_tables_are_its_own_bit_for_bit(torch, oracle):
-    assert bits(nf4.CODEBOOK) == bits(oracle.get_4bit_type("nf4", device="cpu"))
-    assert bits(nf4.ABSMAX_MAP) == bits(oracle.create_dynamic_map())
+def test_both_tables_are_its_own_bit_for_bit(torch, functional):
+    assert bits(nf4.CODEBOOK) == bits(functional.get_4bit_type("nf4", device="cpu"))
+    assert bits(nf4.ABSMAX_MAP) == bits(functional.create_dynamic_map())
 
 
 @pytest.mark.parametrize(
     "shape, std", [((96, 512), 0.02), ((7, 130), 1.0), ((5, 77), 0.02), ((2048, 64), 3e-5), ((1, 1), 1)]
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_codes_and_absmax_are_its_own_bit_for_bit_odd_tails_included(torch, oracle, dtype, shape, std):
+def test_codes_and_absmax_are_its_own_bit_for_bit_odd_tails_included(torch, functional, dtype, shape, std):
     w, _ = weights(torch, shape, dtype, std)
-    packed, state = oracle.quantize_4bit(w, quant_type="nf4")
+    packed, state = functional.quantize_4bit(w, quant_type="nf4")
     codes, absmax = nf4.encode(w.float().numpy().astype(DTYPES[dtype]))
     assert bits(codes) == bits(packed) and bits(absmax) == bits(state.absmax)
 
 
 @pytest.mark.parametrize("double_quant", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_values_are_its_own_bit_for_bit(torch, oracle, dtype, double_quant):
+def test_values_are_its_own_bit_for_bit(torch, functional, dtype, double_quant):
     for shape in ((96, 1024), (640, 192)):
         w, _ = weights(torch, shape, dtype)
-        packed, state = oracle.quantize_4bit(w, quant_type="nf4", compress_statistics=double_quant)
+        packed, state = functional.quantize_4bit(w, quant_type="nf4", compress_statistics=double_quant)
         got = dequantise(jax.tree.map(jnp.asarray, of_state(packed, state)), dtype)
-        assert got.shape == shape and bits(got) == bits(oracle.dequantize_4bit(packed, state))
+        assert got.shape == shape and bits(got) == bits(functional.dequantize_4bit(packed, state))
 
 
 def binned(values):
@@ -99,11 +85,11 @@ def binned(values):
     return np.searchsorted(middles, bins, side="left")[place].astype(np.uint8)
 
 
-def test_absmax_are_rounded_as_on_gpus_and_differ_from_its_cpu_quantiser_by_its_bins_alone(torch, oracle):
+def test_absmax_are_rounded_as_on_gpus_and_differ_from_its_cpu_quantiser_by_its_bins_alone(torch, functional):
     different = total = 0
     for seed in range(4):
         w, w32 = weights(torch, (2048, 512), "bfloat16", seed=seed)
-        _, state = oracle.quantize_4bit(w, quant_type="nf4", compress_statistics=True)
+        _, state = functional.quantize_4bit(w, quant_type="nf4", compress_statistics=True)
         theirs, offset = state.absmax.numpy(), state.offset.numpy()
         _, absmax = nf4.encode(w32)
         codes, nested, same = nf4.encode_absmax(absmax, offset)
@@ -128,10 +114,10 @@ def as_numpy(torch, tensor):
 
 @pytest.mark.parametrize("storage", ["uint8", "bfloat16", "float32"])
 @pytest.mark.parametrize("double_quant", [False, True])
-def test_a_checkpoint_s_tensors_are_read_and_written_as_the_same_bytes(torch, oracle, double_quant, storage):
+def test_a_checkpoint_s_tensors_are_read_and_written_as_the_same_bytes(torch, functional, double_quant, storage):
     w, _ = weights(torch, (96, 256), "float16" if storage == "uint8" else "bfloat16")
     options = dict(quant_type="nf4", compress_statistics=double_quant, quant_storage=getattr(torch, storage))
-    packed, state = oracle.quantize_4bit(w, **options)
+    packed, state = functional.quantize_4bit(w, **options)
     saved = {NAME: packed, **{f"{NAME}.{suffix}": part for suffix, part in state.as_dict(packed=True).items()}}
     saved = {name: as_numpy(torch, tensor) for name, tensor in saved.items()}
     assert {name: sorted(parts) for name, parts in bnb.quantised([*saved, "norm.weight"], "f").items()} == {
@@ -140,7 +126,7 @@ def test_a_checkpoint_s_tensors_are_read_and_written_as_the_same_bytes(torch, or
 
     matrix, form = bnb.read(saved, NAME, "model.safetensors")
     got = dequantise(jax.tree.map(jnp.asarray, matrix), form.dtype)
-    assert bits(got) == bits(oracle.dequantize_4bit(packed, state))
+    assert bits(got) == bits(functional.dequantize_4bit(packed, state))
     written = bnb.write(NAME, jax.tree.map(jnp.asarray, matrix), form)
     assert [*written] == [*saved]
     for name, array in saved.items():
@@ -148,7 +134,7 @@ def test_a_checkpoint_s_tensors_are_read_and_written_as_the_same_bytes(torch, or
         assert bits(written[name]) == bits(array), name
 
 
-def test_it_loads_what_is_newly_quantised_here(torch, oracle):
+def test_it_loads_what_is_newly_quantised_here(torch, functional):
     _, w = weights(torch, (96, 256), "bfloat16")
     made = nf4.quantise(w)
     parts = {
@@ -156,7 +142,7 @@ def test_it_loads_what_is_newly_quantised_here(torch, oracle):
         for name, array in bnb.write(NAME, made, bnb.Form()).items()
     }
     packed = parts.pop(NAME)
-    got = oracle.dequantize_4bit(packed, oracle.QuantState.from_dict(parts, device="cpu"))
+    got = functional.dequantize_4bit(packed, functional.QuantState.from_dict(parts, device="cpu"))
     assert bits(got) == bits(dequantise(jax.tree.map(jnp.asarray, made), "bfloat16"))
 
 

@@ -12,7 +12,6 @@ import io
 import json
 import re
 import shutil
-import sys
 from types import SimpleNamespace
 
 import jax
@@ -105,13 +104,6 @@ def gradients_of(cfg, sizes=None, state_of=step.init_state, **kwargs):
 
 
 # --- the oracles ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def torch():
-    if sys.version_info >= (3, 12):
-        pytest.skip("the oracles need torch, of which only Python 3.11 gets a CPU build in the extra `test`")
-    return pytest.importorskip("torch")
 
 
 @pytest.fixture(scope="module")
@@ -228,11 +220,6 @@ def test_an_adapter_made_by_peft_is_gone_on_from(family, made, theirs, torch, tm
 
 
 # --- against bitsandbytes ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def functional(torch):
-    return pytest.importorskip("bitsandbytes").functional
 
 
 @pytest.fixture(scope="module")
@@ -545,24 +532,24 @@ def run(tmp_path_factory):
     return run
 
 
+def finished(run, folder, *settings):
+    code, said = run(folder / "run", *settings)
+    assert code == 0, said
+    return folder / "run", settings
+
+
 @pytest.fixture(scope="module")
 def llama_run(run, made, tmp_path_factory):
     """(output folder, settings) of adapters beside float32."""
-    output = tmp_path_factory.mktemp("llama") / "run"
-    settings = f"model.path={made['llama'].folder}", "lora.rank=4", "lora.base=float32"
-    code, said = run(output, *settings)
-    assert code == 0, said
-    return output, settings
+    folder = made["llama"].folder
+    return finished(run, tmp_path_factory.mktemp("llama"), f"model.path={folder}", "lora.rank=4", "lora.base=float32")
 
 
 @pytest.fixture(scope="module")
 def qlora_run(run, in_bits, tmp_path_factory):
     """(output folder, settings) of adapters beside a Mixtral that bitsandbytes quantised, of a rank whose checkpoints are more than their overhead."""
-    output = tmp_path_factory.mktemp("qlora") / "run"
-    settings = f"model.path={in_bits['mixtral'].folder}", "lora.rank=64", "lora.base=nf4"
-    code, said = run(output, *settings)
-    assert code == 0, said
-    return output, settings
+    folder = in_bits["mixtral"].folder
+    return finished(run, tmp_path_factory.mktemp("qlora"), f"model.path={folder}", "lora.rank=64", "lora.base=nf4")
 
 
 def trained_logits(output, settings):
